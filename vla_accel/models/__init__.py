@@ -1,0 +1,1 @@
+"""The Hugging Face side: configurations, models and processors. Knows nothing of reinforcement learning."""

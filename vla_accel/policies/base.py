@@ -1,0 +1,107 @@
+"""The policy seam: what the loop asks of a policy, whatever model is behind it.
+
+Not here: any model's arithmetic (`token.py`, `flow.py`) or adapter (`openvla.py`, `pi0.py`).
+Usage: subclass `Policy`, set the four attributes, write `prepare` and `forward`.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from vla_accel.types import Observation, PolicySample, PolicyScore, TensorDict
+
+
+class Policy(nn.Module):
+    """One module for Accelerate: a VLA model and its value head, seen as a distribution over action chunks.
+
+    A plain `nn.Module`, not an abstract base class: FSDP2 replaces the class of the modules it shards.
+    Acting and scoring both go through `forward`, so that sharding hooks, casts and autocast are the same in both
+    and PPO's ratio is 1 before the first update.
+
+    Attributes:
+        chunk_size: K, environment steps per decision.
+        action_dim: A.
+        unit_step: int64 buffer `[U]` in `[0, K)`: the environment step of the chunk that a unit acts on.
+        generator: source of all sampling noise, one per rank; set it with `seed`.
+        shard_units: names of the layer classes that sharding wraps one by one.
+        has_entropy: whether `PolicyScore.entropy` is available.
+    """
+
+    shard_units: ClassVar[tuple[str, ...]] = ()
+    has_entropy: ClassVar[bool] = True
+
+    chunk_size: int
+    action_dim: int
+    unit_step: torch.Tensor
+    generator: torch.Generator | None = None
+
+    def seed(self, seed: int, device: torch.device | str = "cpu") -> None:
+        """Start a new stream of sampling noise on `device`."""
+        self.generator = torch.Generator(device=device).manual_seed(seed)
+
+    def prepare(self, obs: Observation) -> TensorDict:
+        """Turn observations into compact model inputs.
+
+        Runs on the CPU and is deterministic: images stay uint8, token ids int64, state float32.
+
+        Args:
+            obs: N observations.
+
+        Returns:
+            A dict of tensors `[N, ...]` that `forward` takes.
+        """
+        raise TypeError(f"{type(self).__name__} does not define prepare")
+
+    def forward(
+        self, inputs: TensorDict, trace: TensorDict | None = None, *, greedy: bool = False
+    ) -> PolicySample | PolicyScore:
+        """Act on inputs, or score stored decisions.
+
+        Args:
+            inputs: what `prepare` returned, `[B, ...]`, on the model's device.
+            trace: None to act; the `trace` of earlier samples, `[B, ...]`, to score them.
+            greedy: act with the most likely action instead of a sample.
+
+        Returns:
+            `PolicySample` when acting (no gradient), `PolicyScore` when scoring (with gradient).
+        """
+        raise TypeError(f"{type(self).__name__} does not define forward")
+
+    def reference(self) -> AbstractContextManager:
+        """Context in which the policy is the one training started from, at no extra memory (adapters off)."""
+        return nullcontext()
+
+
+class ValueHead(nn.Module):
+    """An MLP from a feature of the policy's trunk to a scalar value.
+
+    The last layer starts at zero, so the first estimates are 0 for every observation.
+
+    Args:
+        feature_dim: width of the feature.
+        hidden_dim: width of the two hidden layers.
+        detach: read the feature without passing gradients back to the trunk. With a shared trunk the value loss of
+            an untrained head can wreck a good policy; sharing is for those who measured that it helps.
+    """
+
+    def __init__(self, feature_dim: int, *, hidden_dim: int = 256, detach: bool = True):
+        super().__init__()
+        self.detach = detach
+        self.norm = nn.LayerNorm(feature_dim)
+        self.fc1 = nn.Linear(feature_dim, hidden_dim)
+        self.fc2 = nn.Linear(hidden_dim, hidden_dim)
+        self.out = nn.Linear(hidden_dim, 1)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+
+    def forward(self, feature: torch.Tensor) -> torch.Tensor:
+        """Map features `[B, feature_dim]` to values, float32 `[B]`."""
+        feature = feature.detach() if self.detach else feature
+        hidden = self.norm(feature.to(self.fc1.weight.dtype))
+        hidden = nn.functional.gelu(self.fc1(hidden))
+        hidden = nn.functional.gelu(self.fc2(hidden))
+        return self.out(hidden).squeeze(-1).float()

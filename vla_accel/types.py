@@ -1,0 +1,162 @@
+"""The records that travel between environments, policies and the update; nothing here computes.
+
+Not here: options (`config.py`) and the classes that produce these records.
+Usage: `from vla_accel.types import Observation, Rollout`.
+
+Shape letters, the same in every docstring of the package:
+
+| letter | meaning |
+|---|---|
+| `T` | decisions per rollout: one decision is one policy call, one PPO sample, one action chunk |
+| `N` | environments on this rank |
+| `B` | any flat batch of decisions |
+| `K` | environment steps per decision (the chunk) |
+| `A` | action dimensions |
+| `U` | units: the smallest factors of a decision's log-density (a token, an element of a denoising transition) |
+| `Q` | entries of the robot state |
+| `S` | stored stochastic denoising transitions |
+| `H`, `D` | horizon and action width of a flow model |
+| `L` | prompt tokens |
+| `C`, `P` | cameras; image side in pixels |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    TensorDict = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """What N environments show a policy before one decision.
+
+    Attributes:
+        images: camera name -> uint8 `[N, P, P, 3]`, RGB, 0..255, upright; cameras in the environment's order.
+        state: float32 `[N, Q]`, proprioception in environment units.
+        instructions: N strings in natural language, e.g. `"reach the red block"`.
+    """
+
+    images: dict[str, np.ndarray]
+    state: np.ndarray
+    instructions: list[str]
+
+    def __len__(self) -> int:
+        return len(self.instructions)
+
+    def select(self, rows: list[int] | np.ndarray) -> Observation:
+        """The same record for some of its rows (`rows`: int indices, or a boolean mask `[N]`)."""
+        import numpy as np
+
+        index = np.asarray(rows)
+        index = np.flatnonzero(index) if index.dtype == bool else index
+        return Observation(
+            images={camera: image[index] for camera, image in self.images.items()},
+            state=self.state[index],
+            instructions=[self.instructions[i] for i in index],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySample:
+    """Answer of a policy asked to act. Nothing in it carries a gradient.
+
+    Attributes:
+        action: float32 `[N, K, A]`, in environment units, ready to be stepped.
+        trace: what must be kept to score the decision again: a dict of tensors `[N, ...]`.
+        log_prob: float32 `[N, U]`, log-density of each unit under the sampling distribution (nats).
+        value: float32 `[N]`, estimate of the discounted return from this decision on.
+    """
+
+    action: torch.Tensor
+    trace: TensorDict
+    log_prob: torch.Tensor
+    value: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyScore:
+    """Answer of a policy asked to score stored decisions. Carries gradients.
+
+    Attributes:
+        log_prob: float32 `[B, U]`, log-density of each stored unit (nats).
+        entropy: float32 `[B, U]` (nats), or None where the policy's entropy has no closed form.
+        value: float32 `[B]`.
+    """
+
+    log_prob: torch.Tensor
+    entropy: torch.Tensor | None
+    value: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One episode to play: which task, from which initial state, with which seed."""
+
+    task_id: int
+    state_id: int
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Episode:
+    """One finished episode.
+
+    Attributes:
+        job: what was played.
+        success: whether the task was solved at any step (`info["success"]`).
+        success_at_end: whether it was solved at the last step.
+        steps: executed environment steps.
+        total_reward: undiscounted sum of rewards.
+        truncated: True when the time limit ended it, False when the task did.
+    """
+
+    job: Job
+    success: bool
+    success_at_end: bool
+    steps: int
+    total_reward: float
+    truncated: bool
+
+
+@dataclass(kw_only=True)
+class Rollout:
+    """T decisions of N environments, as collected. Tensors live on the CPU.
+
+    Rows that belong to no episode (an environment that had no more jobs) are False in `valid` and hold zeros.
+
+    Attributes:
+        inputs: policy inputs, a dict of tensors `[T, N, ...]`.
+        trace: a dict of tensors `[T, N, ...]`.
+        log_prob: float32 `[T, N, U]`, as sampled.
+        value: float32 `[T, N]`, as estimated while acting.
+        next_value: float32 `[T, N]`, value of the observation the decision led to: of the episode's own final
+            observation where it was truncated (never of the next episode's first), 0 where it terminated.
+        reward: float32 `[T, N]`, sum over the executed environment steps.
+        executed: int64 `[T, N]`, environment steps executed, 0..K.
+        terminated: bool `[T, N]`, the task ended (success or failure) in this decision.
+        truncated: bool `[T, N]`, the time limit ended the episode in this decision.
+        valid: bool `[T, N]`.
+        episodes: the episodes that ended in this rollout, in the order they ended.
+        voided: episodes lost to a simulator that died.
+        seconds: wall time by phase, e.g. `{"policy": 1.2, "env": 0.4}`.
+    """
+
+    inputs: TensorDict
+    trace: TensorDict
+    log_prob: torch.Tensor
+    value: torch.Tensor
+    next_value: torch.Tensor
+    reward: torch.Tensor
+    executed: torch.Tensor
+    terminated: torch.Tensor
+    truncated: torch.Tensor
+    valid: torch.Tensor
+    episodes: list[Episode] = field(default_factory=list)
+    voided: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
