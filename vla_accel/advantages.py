@@ -1,0 +1,82 @@
+"""From rewards to advantages: pure functions on `[T, N]` tensors.
+
+Not here: anything that talks to other processes; `distributed.global_sum` supplies the sums of `normalize`.
+Usage: `advantage, returns = gae(rollout.reward, rollout.value, ..., gamma=0.99, gae_lambda=0.95)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def gae(
+    reward: Tensor,
+    value: Tensor,
+    *,
+    next_value: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    valid: Tensor,
+    gamma: float,
+    gae_lambda: float,
+) -> tuple[Tensor, Tensor]:
+    r"""Generalised advantage estimation (arXiv 1506.02438) that keeps termination and truncation apart.
+
+    \[ \delta_t = r_t + \gamma (1 - \mathrm{terminated}_t)\, V'_t - V_t, \qquad
+       \hat A_t = \delta_t + \gamma \lambda (1 - \mathrm{terminated}_t)(1 - \mathrm{truncated}_t)\, \hat A_{t+1} \]
+
+    where \(V'_t\) is the value of the observation decision t led to. A truncated episode is bootstrapped with the
+    value of its own final observation; a terminated one is worth nothing more. Neither lets an advantage flow over
+    the boundary.
+
+    Args:
+        reward: float32 `[T, N]`.
+        value: float32 `[T, N]`, estimates at the decisions.
+        next_value: float32 `[T, N]`, as in `Rollout.next_value`.
+        terminated: bool `[T, N]`.
+        truncated: bool `[T, N]`.
+        valid: bool `[T, N]`; invalid entries get 0 and pass nothing on.
+        gamma: discount per decision.
+        gae_lambda: 0 gives one-step targets, 1 discounted sums of rewards.
+
+    Returns:
+        advantage and returns (advantage + value), float32 `[T, N]`, no gradient.
+    """
+    advantage = torch.zeros_like(reward)
+    running = torch.zeros_like(reward[0])
+    alive = 1.0 - terminated.float()
+    inside = alive * (1.0 - truncated.float())
+    for t in reversed(range(reward.shape[0])):
+        delta = reward[t] + gamma * alive[t] * next_value[t] - value[t]
+        running = delta + gamma * gae_lambda * inside[t] * running
+        running = torch.where(valid[t], running, torch.zeros_like(running))
+        advantage[t] = running
+    returns = torch.where(valid, advantage + value, torch.zeros_like(value))
+    return advantage, returns
+
+
+def normalize(
+    advantage: Tensor, valid: Tensor, *, global_sum: Callable[..., list[float]], eps: float = 1e-8
+) -> Tensor:
+    """Bring the valid entries of all processes to mean 0 and standard deviation 1; the others become 0.
+
+    One valid entry, or entries that are all equal, give 0. Collective: call on every rank.
+
+    Args:
+        advantage: float32, any shape; invalid entries may hold anything, NaN included.
+        valid: bool, same shape.
+        global_sum: sums its numbers over all processes, e.g. `partial(distributed.global_sum, accelerator)`.
+        eps: a deviation below this counts as 0.
+    """
+    kept = torch.where(valid, advantage, torch.zeros_like(advantage)).double()
+    count, total = global_sum(float(valid.sum()), float(kept.sum()))
+    if count == 0:
+        return torch.zeros_like(advantage)
+    centred = torch.where(valid, kept - total / count, torch.zeros_like(kept))
+    (squares,) = global_sum(float(centred.square().sum()))
+    deviation = (squares / count) ** 0.5
+    scale = 1.0 / deviation if deviation > eps else 0.0
+    return (centred * scale).to(advantage.dtype)
