@@ -42,6 +42,7 @@ class Batch:
         value: float32 `[B]`, the rollout's estimates.
         row: int64 `[B]`, decision's place in time (0..T-1).
         env: int64 `[B]`, its environment, counted over all processes.
+        spare: any one decision of this rank, `[1]`, valid or not: what a rank without rows runs at weight 0.
     """
 
     inputs: TensorDict
@@ -53,6 +54,7 @@ class Batch:
     value: Tensor
     row: Tensor
     env: Tensor
+    spare: Batch | None = None
 
     def __len__(self) -> int:
         return self.row.shape[0]
@@ -173,11 +175,18 @@ def make_batch(rollout: Rollout, advantage: Tensor, returns: Tensor, *, unit_ste
         unit_step: int64 `[U]`.
         first_env: number of this rank's first environment, counted over all processes.
     """
-    keep = (rollout.valid & (rollout.executed > 0)).flatten()
+    whole = _flatten(rollout, advantage, returns, unit_step=unit_step, first_env=first_env)
+    keep = torch.nonzero((rollout.valid & (rollout.executed > 0)).flatten()).flatten()
+    batch = whole.select(keep, "cpu")
+    batch.spare = whole.select(torch.zeros(1, dtype=torch.int64), "cpu")
+    return batch
+
+
+def _flatten(rollout: Rollout, advantage: Tensor, returns: Tensor, *, unit_step: Tensor, first_env: int) -> Batch:
     num_steps, num_envs = rollout.valid.shape
 
     def flat(x: Tensor) -> Tensor:
-        return x.flatten(0, 1)[keep]
+        return x.flatten(0, 1)
 
     row = torch.arange(num_steps)[:, None].expand(num_steps, num_envs)
     env = (first_env + torch.arange(num_envs))[None, :].expand(num_steps, num_envs)
@@ -218,7 +227,7 @@ def micro_batches(
 ) -> Iterator[tuple[Batch, float, bool]]:
     """Cut the rows in `index` into micro-batches, the same number on every rank.
 
-    A rank with fewer rows repeats its first row (or any other) with weight 0, so that collectives stay in step.
+    A rank with fewer rows runs its spare row with weight 0, so that collectives stay in step.
     Collective: call on every rank.
 
     Yields:
@@ -227,8 +236,10 @@ def micro_batches(
     parts = [part for part in index.split(size) if len(part)]
     rounds = int(global_max(accelerator, len(parts)))
     for number in range(rounds):
-        part = parts[number] if number < len(parts) else torch.zeros(1, dtype=torch.int64)
-        yield batch.select(part, accelerator.device), float(number < len(parts)), number == rounds - 1
+        own = number < len(parts)
+        source, rows = (batch, parts[number]) if own else (batch.spare, torch.zeros(1, dtype=torch.int64))
+        assert source is not None, "make_batch gives every batch a spare row"
+        yield source.select(rows, accelerator.device), float(own), number == rounds - 1
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ class Policy(nn.Module):
         chunk_size: K, environment steps per decision.
         action_dim: A.
         unit_step: int64 buffer `[U]` in `[0, K)`: the environment step of the chunk that a unit acts on.
-        generator: source of all sampling noise, one per rank; set it with `seed`.
+        streams: sources of sampling noise, CPU generators, one per environment of this rank; see `seed`.
         shard_units: names of the layer classes that sharding wraps one by one.
         has_entropy: whether `PolicyScore.entropy` is available.
     """
@@ -37,11 +37,25 @@ class Policy(nn.Module):
     chunk_size: int
     action_dim: int
     unit_step: torch.Tensor
-    generator: torch.Generator | None = None
+    streams: list[torch.Generator]
 
-    def seed(self, seed: int, device: torch.device | str = "cpu") -> None:
-        """Start a new stream of sampling noise on `device`."""
-        self.generator = torch.Generator(device=device).manual_seed(seed)
+    def seed(self, seed: int, *, first_env: int, num_envs: int) -> None:
+        """Start new streams of sampling noise, one per environment.
+
+        An environment's stream depends on the seed and on its number over all processes alone, so that a run draws the
+        same actions on any number of processes.
+
+        Args:
+            seed: of the run.
+            first_env: number of this rank's first environment, counted over all processes.
+            num_envs: environments of this rank.
+        """
+        self.streams = [
+            torch.Generator().manual_seed((seed * 1_000_003 + first_env + i) % 2**63) for i in range(num_envs)
+        ]
+
+    def fit_instructions(self, instructions: list[str]) -> None:
+        """Learn which instructions will come, so that all prepared prompts get one length."""
 
     def prepare(self, obs: Observation) -> TensorDict:
         """Turn observations into compact model inputs.
