@@ -7,7 +7,6 @@ Usage: `ActionTokenizer(32000).decode(ids)`, then `ActionStatistics.from_norm_st
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -38,7 +37,7 @@ class ActionTokenizer:
     Attributes:
         bins: float64 `[n_bins]`, the edges.
         centers: float64 `[n_bins - 1]`, the values that ids decode to.
-        first_id: smallest action id, the first of the `n_bins` logit columns of the policy.
+        begin: smallest action id, the first of the `n_bins` logit columns of the policy.
 
     Raises:
         ValueError: `n_bins` below 2 or above `vocab_size`.
@@ -49,7 +48,7 @@ class ActionTokenizer:
             raise ValueError(f"n_bins must lie in 2..vocab_size ({vocab_size}), got {n_bins}")
         self.vocab_size = vocab_size
         self.n_bins = n_bins
-        self.first_id = vocab_size - n_bins
+        self.begin = vocab_size - n_bins
         self.bins = np.linspace(-1.0, 1.0, n_bins)
         self.centers = (self.bins[:-1] + self.bins[1:]) / 2.0
 
@@ -60,7 +59,7 @@ class ActionTokenizer:
             action: any shape, float, nominally in [-1, 1]; values outside are clipped.
 
         Returns:
-            int64 of the same shape and kind (numpy or torch, same device), in `[first_id, vocab_size)`.
+            int64 of the same shape and kind (numpy or torch, same device), in `[begin, vocab_size)`.
 
         Raises:
             ValueError: a numpy action that is not a number.
@@ -90,40 +89,55 @@ class ActionTokenizer:
 
     def index_to_id(self, index: Array) -> Array:
         """Turn columns of the action logits, 0..n_bins-1, into token ids."""
-        return index + self.first_id
+        return index + self.begin
 
     def id_to_index(self, ids: Array) -> Array:
         """Turn token ids into columns of the action logits; ids that are no action tokens fall outside the columns."""
-        return ids - self.first_id
+        return ids - self.begin
 
     def is_action(self, ids: Array) -> Array:
         """Bool of the same shape: which ids are action tokens."""
-        return (ids >= self.first_id) & (ids < self.vocab_size)
+        return (ids >= self.begin) & (ids < self.vocab_size)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ActionStatistics:
-    """Ranges of one data set's actions and proprioception, all float64 or bool `[A]` or `[Q]`.
+    """Ranges of one data set's actions and proprioception.
+
+    Args:
+        entry: `norm_stats[key]` of a checkpoint: `{"action": {"q01": [A], "q99": [A], "mask": [A]}, "proprio": ...}`.
+        mode: `"q99"` for the 1 % and 99 % quantiles (LIBERO, Bridge), `"min_max"` for the extremes (ALOHA).
+        name: key of the data set, for messages.
 
     Attributes:
-        low: action value that normalises to -1.
-        high: action value that normalises to 1.
-        mask: True where an action dimension is normalised; the others (a gripper in 0..1) pass unchanged.
-        constant: True where the data set never moved; such dimensions normalise to 0.
-        proprio_low: state value that normalises to -1, or None where the data set has no state statistics.
-        proprio_high: state value that normalises to 1, or None.
-        proprio_mask: as `mask`, or None.
-        name: key of the data set, for messages.
+        low: float64 `[A]`, action value that normalises to -1.
+        high: float64 `[A]`, action value that normalises to 1.
+        mask: bool `[A]`, True where an action is normalised; the others (a gripper in 0..1) pass unchanged.
+        constant: bool `[A]`, True where the data set never moved; such dimensions normalise to 0.
+        proprio_low: float64 `[Q]`, state value that normalises to -1, or None without state statistics.
+        proprio_high: float64 `[Q]`, state value that normalises to 1, or None.
+        proprio_mask: bool `[Q]`, as `mask`, or None.
+
+    Raises:
+        ValueError: unknown mode, or statistics that lack what the mode needs.
     """
 
-    low: np.ndarray
-    high: np.ndarray
-    mask: np.ndarray
-    constant: np.ndarray
-    proprio_low: np.ndarray | None = None
-    proprio_high: np.ndarray | None = None
-    proprio_mask: np.ndarray | None = None
-    name: str = ""
+    def __init__(self, entry: Mapping[str, Any], *, mode: str = "q99", name: str = ""):
+        if mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+        if not isinstance(entry, Mapping) or not entry.get("action"):
+            raise ValueError(f'norm_stats[{name!r}] has no "action" statistics; it has: {_listing(entry)}')
+        action = entry["action"]
+        self.name = name
+        self.low, self.high, self.mask = _bounds(action, mode, where=f'norm_stats[{name!r}]["action"]')
+        extremes = [action.get(bound) for bound in ("min", "max")]
+        limits = (self.low, self.high) if None in extremes else (np.asarray(x, np.float64) for x in extremes)
+        self.constant = np.equal(*limits)
+        self.proprio_low: np.ndarray | None = None
+        self.proprio_high: np.ndarray | None = None
+        self.proprio_mask: np.ndarray | None = None
+        if entry.get("proprio"):
+            bounds = _bounds(entry["proprio"], mode, where=f'norm_stats[{name!r}]["proprio"]')
+            self.proprio_low, self.proprio_high, self.proprio_mask = bounds
 
     @classmethod
     def from_norm_stats(
@@ -134,39 +148,9 @@ class ActionStatistics:
         suite: str | None = None,
         mode: str = "q99",
     ) -> ActionStatistics:
-        """Take one data set's statistics out of a checkpoint's `norm_stats`.
-
-        Args:
-            norm_stats: data set key -> `{"action": {"q01": [A], ...}, "proprio": {...}}`.
-            key: data set key; see `resolve_unnorm_key` for what None means.
-            suite: name of the benchmark suite being played, tried where there are several keys.
-            mode: `"q99"` for the 1 % and 99 % quantiles (LIBERO, Bridge), `"min_max"` for the extremes (ALOHA).
-
-        Raises:
-            ValueError: unknown mode or key, or statistics that lack what the mode needs.
-        """
-        if mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+        """Choose one data set's statistics with `resolve_unnorm_key` and read them."""
         key = resolve_unnorm_key(norm_stats, key, suite=suite)
-        entry = norm_stats[key]
-        if not isinstance(entry, Mapping) or "action" not in entry:
-            raise ValueError(f'norm_stats[{key!r}] has no "action" statistics; it has: {_listing(entry)}')
-        low, high, mask = _bounds(entry["action"], mode, where=f'norm_stats[{key!r}]["action"]')
-        extremes = [entry["action"].get(name) for name in ("min", "max")]
-        constant = low == high if None in extremes else np.equal(*(np.asarray(x, np.float64) for x in extremes))
-        proprio: tuple[np.ndarray | None, ...] = (None, None, None)
-        if entry.get("proprio"):
-            proprio = _bounds(entry["proprio"], mode, where=f'norm_stats[{key!r}]["proprio"]')
-        return cls(
-            low=low,
-            high=high,
-            mask=mask,
-            constant=constant,
-            proprio_low=proprio[0],
-            proprio_high=proprio[1],
-            proprio_mask=proprio[2],
-            name=key,
-        )
+        return cls(norm_stats[key], mode=mode, name=key)
 
     @property
     def action_dim(self) -> int:
