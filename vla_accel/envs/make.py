@@ -1,0 +1,191 @@
+"""From a name to a running vector environment.
+
+Not here: the simulators and their options; names resolve to `module:attr` strings, so that no simulator is imported
+before it is asked for.
+Usage: `make_vector_env("tabletop", num_envs=8, chunk_size=4, jobs=[...])`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import multiprocessing
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import GeneratorType
+from typing import Any
+
+import gymnasium as gym
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+
+from vla_accel.envs.base import ActionChunk, EpisodeQueue
+from vla_accel.types import Job
+
+REGISTRY: dict[str, str] = {
+    "tabletop": "vla_accel.envs.tabletop:Tabletop",
+}
+"""Environment name -> `module:attr`. A name that ends in a colon takes what follows it as first argument."""
+
+_WORKER_ENVIRON = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def make_env(name: str, **options: Any) -> gym.Env:
+    """Build one simulator, without any wrapper.
+
+    Args:
+        name: a name of `REGISTRY`; `prefix:rest` where the prefix is registered; or `package.module:Class` of your own.
+        **options: of the simulator.
+
+    Raises:
+        ValueError: if the name is unknown, or an option is.
+    """
+    factory, arguments = _resolve(name)
+    known = inspect.signature(factory).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        names = [key for key, parameter in known.items() if parameter.kind is not parameter.POSITIONAL_ONLY]
+        for option in options:
+            if option not in names:
+                raise ValueError(f"environment {name!r} has no option {option!r}; {_suggest(option, names)}")
+    return factory(*arguments, **options)
+
+
+def make_vector_env(
+    name: str,
+    *,
+    num_envs: int,
+    chunk_size: int,
+    jobs: Sequence[Iterable[Job]],
+    max_episode_steps: int | None = None,
+    vectorization: str | None = None,
+    env_options: Mapping[str, Any] | None = None,
+) -> VectorEnv:
+    """Build N environments that play their jobs, each action a chunk `[K, A]`.
+
+    Per environment: simulator, `TimeLimit`, `ActionChunk`, `EpisodeQueue`. An environment whose episode ended starts
+    its next job in the same step (`AutoresetMode.SAME_STEP`); `read_step` finds the final observation.
+
+    Args:
+        name: as for `make_env`.
+        num_envs: N, on this rank.
+        chunk_size: K, environment steps per decision.
+        jobs: for each environment the jobs it plays. In worker processes anything that can be pickled: a list, or
+            what `training_jobs` returns; not a generator.
+        max_episode_steps: time limit in environment steps; None for the simulator's own.
+        vectorization: `"sync"` for one process, `"async"` for a worker process each, None for the simulator's choice.
+        env_options: options of the simulator.
+
+    Returns:
+        A vector environment with the further attributes `instructions`, `state_ids`, `chunk_size` and
+        `max_episode_steps`, which are plain values and need no call into a worker.
+
+    Raises:
+        ValueError: naming the argument that breaks its rule.
+    """
+    options = dict(env_options or {})
+    if num_envs < 1:
+        raise ValueError(f"num_envs must be at least 1, got {num_envs}")
+    if len(jobs) != num_envs:
+        raise ValueError(f"jobs must hold one iterable per environment: expected {num_envs}, got {len(jobs)}")
+    probe = make_env(name, **options)
+    instructions = list(probe.get_wrapper_attr("instructions"))
+    state_ids = dict(probe.get_wrapper_attr("state_ids"))
+    limit = max_episode_steps if max_episode_steps is not None else _attribute(probe, "max_episode_steps", None)
+    mode = vectorization or _attribute(probe, "vectorization", "async")
+    probe.close()
+    if limit is None or limit < 1:
+        raise ValueError(f"max_episode_steps must be at least 1 and {name!r} has no limit of its own, got {limit}")
+    if mode not in ("sync", "async"):
+        raise ValueError(f"vectorization must be 'sync', 'async' or None, got {mode!r}")
+    builders = [_Builder(name, options, limit, chunk_size, stream, os.getpid()) for stream in jobs]
+    envs = _start_sync(builders) if mode == "sync" else _start_async(builders)
+    envs.instructions, envs.state_ids = instructions, state_ids
+    envs.chunk_size, envs.max_episode_steps = chunk_size, limit
+    return envs
+
+
+@dataclass(frozen=True)
+class _Builder:
+    """Builds one environment, here or in a worker process."""
+
+    name: str
+    options: dict[str, Any]
+    max_episode_steps: int
+    chunk_size: int
+    jobs: Iterable[Job]
+    parent: int
+
+    def __call__(self) -> gym.Env:
+        if os.getpid() != self.parent:
+            os.environ.update(_WORKER_ENVIRON)
+        env = make_env(self.name, **self.options)
+        env = gym.wrappers.TimeLimit(env, max_episode_steps=self.max_episode_steps)
+        return EpisodeQueue(ActionChunk(env, self.chunk_size), self.jobs)
+
+
+def _start_sync(builders: list[_Builder]) -> VectorEnv:
+    return SyncVectorEnv(builders, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+def _start_async(builders: list[_Builder]) -> VectorEnv:
+    """One worker process per environment; not forked, since threads and graphics contexts do not survive a fork."""
+    for index, builder in enumerate(builders):
+        if isinstance(builder.jobs, GeneratorType):
+            raise ValueError(
+                f"jobs[{index}] is a generator, which cannot be sent to a worker process; "
+                "pass a list or what training_jobs returns, or use vectorization='sync'"
+            )
+    context = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    with _environ(_WORKER_ENVIRON):
+        return AsyncVectorEnv(builders, shared_memory=True, context=context, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+@contextmanager
+def _environ(values: Mapping[str, str]) -> Iterator[None]:
+    """Let processes started here inherit `values`: libraries read thread counts when they load, which is early."""
+    before = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value
+
+
+def _attribute(env: gym.Env, name: str, default: Any) -> Any:
+    return env.get_wrapper_attr(name) if env.has_wrapper_attr(name) else default
+
+
+def _resolve(name: str) -> tuple[Any, tuple[str, ...]]:
+    """The callable behind a name, and the arguments the name carries."""
+    prefix, colon, rest = name.partition(":")
+    if name in REGISTRY and not name.endswith(":"):
+        return _load(REGISTRY[name]), ()
+    if colon and rest and prefix + ":" in REGISTRY:
+        return _load(REGISTRY[prefix + ":"]), (rest,)
+    if colon and rest and prefix not in REGISTRY:
+        try:
+            return _load(name), ()
+        except ModuleNotFoundError as error:
+            if error.name is None or not prefix.startswith(error.name):
+                raise
+        except AttributeError as error:
+            raise ValueError(f"environment {name!r}: {error}") from None
+    known = [f"{key}<name>" if key.endswith(":") else key for key in REGISTRY]
+    raise ValueError(f"unknown environment {name!r}; {_suggest(name, known)}, or package.module:Class of your own")
+
+
+def _load(target: str) -> Any:
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _suggest(name: str, known: Sequence[str]) -> str:
+    nearest = difflib.get_close_matches(name, known, n=1)
+    hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+    return f"known: {', '.join(sorted(known))}{hint}"
