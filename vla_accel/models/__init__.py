@@ -1,1 +1,103 @@
-"""The Hugging Face side: configurations, models and processors. Knows nothing of reinforcement learning."""
+"""The Hugging Face side: configurations, models and processors. Knows nothing of reinforcement learning.
+
+Usage: `model, processor = load_vla("path/to/checkpoint")`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+# `model_type` of a config.json -> module with `register()`, `load(folder, dtype=, device=, **config_overrides)`
+# and `save(model, processor, folder, **kwargs)`.
+_FAMILIES: dict[str, str] = {"openvla": "vla_accel.models.openvla.auto"}
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model"]
+
+
+def register_vla_models() -> None:
+    """Make the models known to Hugging Face's `AutoConfig`, `AutoProcessor`, `AutoModelFor...`.
+
+    Calling it again changes nothing.
+    """
+    for module in _FAMILIES.values():
+        importlib.import_module(module).register()
+
+
+def load_vla(
+    path: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    **config_overrides: Any,
+) -> tuple[PreTrainedModel, Any]:
+    """Load a checkpoint folder strictly.
+
+    Args:
+        path: a local folder; or a hub name `owner/name`, which is downloaded (and cached) by `huggingface_hub`. A
+            path of another form never reaches the network.
+        dtype: floating-point type of the parameters; None for float32.
+        device: where to put them.
+        **config_overrides: fields of the model's configuration that replace those of the folder, e.g.
+            `action_decoding="parallel", num_actions_chunk=8`.
+
+    Returns:
+        The model, in evaluation mode, and its processor.
+
+    Raises:
+        ValueError: the folder is missing or of an unknown kind; a file or tensor is missing, left over or of the
+            wrong shape; the weights are pickles; an option is unknown or out of range.
+    """
+    import torch
+
+    folder = _folder(path)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} has no config.json. Give the folder of a Hugging Face checkpoint.")
+    data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    kind = data.get("model_type", data.get("type"))
+    if kind not in _FAMILIES:
+        raise ValueError(f"{folder / 'config.json'} has model_type {kind!r}; known are {sorted(_FAMILIES)}.")
+    register_vla_models()
+    family = importlib.import_module(_FAMILIES[kind])
+    return family.load(folder, dtype=dtype or torch.float32, device=device, **config_overrides)
+
+
+def save_vla(model: PreTrainedModel, processor: Any | None, folder: str | Path, **kwargs: Any) -> None:
+    """Write a folder that `load_vla` and the model's original code can load.
+
+    Args:
+        model: the model; all its tensors are written, also those that influence nothing.
+        processor: written beside it; None to leave the folder without one.
+        folder: created if absent.
+        **kwargs: passed to the model's `save_pretrained`, e.g. `state_dict` (gathered elsewhere) or `max_shard_size`.
+    """
+    importlib.import_module(_FAMILIES[model.config.model_type]).save(model, processor, Path(folder), **kwargs)
+
+
+def _folder(path: str | Path) -> Path:
+    """The local folder of a path or hub name."""
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    # `runs/export` looks like a hub name too; an owner that is a local folder means a mistyped path.
+    looks_local = isinstance(path, Path) or folder.parent.is_dir() and folder.parent != Path()
+    if looks_local or not _HUB_NAME.fullmatch(str(path)):
+        raise ValueError(f"{path} is not a folder. Give a checkpoint folder, or a hub name of the form owner/name.")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(
+            f"{path} is neither a local folder nor a model that the hub gives out ({type(error).__name__}). "
+            "Check the spelling, log in if the model is gated, or give a local folder."
+        ) from error

@@ -12,8 +12,11 @@ that the token every row predicts next is in the last column and positions count
 from __future__ import annotations
 
 import inspect
+import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -228,6 +231,17 @@ class OpenVLAForActionPrediction(PreTrainedModel):
             states.append(self._hidden(embeds, mask, cache=cache)[:, -1])
             ids.append(begin + choose(self.action_logits(states[-1])))
         return torch.stack(states, dim=1), torch.stack(ids, dim=1)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
+        """Write weights and configuration in the original form; see `PreTrainedModel.save_pretrained`."""
+        text = self.config.text_config
+        text.dtype = self.dtype
+        super().save_pretrained(save_directory, **kwargs)
+        if kwargs.get("is_main_process", True):
+            ids = {"bos_token_id": text.bos_token_id, "eos_token_id": text.eos_token_id}
+            content = {"_from_model_config": True, **ids, "pad_token_id": self.config.pad_token_id}
+            path = Path(save_directory) / "generation_config.json"
+            path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     def _is_action_token(self, ids: torch.Tensor) -> torch.Tensor:
         begin = self.config.action_token_begin

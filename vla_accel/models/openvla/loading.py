@@ -1,0 +1,217 @@
+"""OpenVLA checkpoint folders: strict reading, and writing in the form the original code reads.
+
+Reads safetensors and JSON only. Nothing is guessed: a tensor that is missing, left over or of another shape is an
+error that names it.
+Not here: finding a folder by its hub name (`vla_accel.models.load_vla`), training checkpoints (`checkpoint.py`).
+Usage: `model, processor = load(folder, dtype=torch.bfloat16, device="cuda")`, later `save(model, processor, out)`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from safetensors import SafetensorError, safe_open
+
+from vla_accel.models.openvla.configuration import OpenVLAConfig
+from vla_accel.models.openvla.modeling import OpenVLAForActionPrediction
+from vla_accel.models.openvla.processing import PrismaticProcessor
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_STATISTICS = "dataset_statistics.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_SHOWN = 3  # names listed in an error before "and n more"
+
+# What an OpenVLA-OFT folder keeps beside its weights, by the file's stem: why it cannot be used as it is.
+_CONTINUOUS_HEADS = {"action_head": "L1-regression", "noisy_action_projector": "diffusion"}
+_SIDE_MODULES = {"proprio_projector": "use_proprio", "vision_backbone": "use_film"}
+
+_OPTIONS = frozenset(inspect.signature(OpenVLAConfig.__init__).parameters) - {"self", "kwargs"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stored:
+    """Where one tensor of a checkpoint is stored."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+
+
+def load(
+    folder: Path, *, dtype: torch.dtype, device: torch.device | str, **config_overrides: Any
+) -> tuple[OpenVLAForActionPrediction, PrismaticProcessor]:
+    """Load an OpenVLA or discrete-token OpenVLA-OFT folder; see `vla_accel.models.load_vla`."""
+    config = read_config(folder, **config_overrides)
+    _refuse_side_files(folder, config)
+    with init_empty_weights(include_buffers=False):
+        model = OpenVLAForActionPrediction(config)
+    load_weights(model, folder, dtype=dtype, device=device)
+    return model.eval(), PrismaticProcessor.from_pretrained(folder)
+
+
+def read_config(folder: Path, **overrides: Any) -> OpenVLAConfig:
+    """Read `config.json`, with the statistics of `dataset_statistics.json` where the folder has them.
+
+    Args:
+        folder: checkpoint folder.
+        overrides: fields of `OpenVLAConfig` that replace those of the file.
+
+    Raises:
+        ValueError: an override is no field of `OpenVLAConfig`, or a value is out of range.
+    """
+    for name in sorted(set(overrides) - _OPTIONS):
+        near = get_close_matches(name, _OPTIONS, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise ValueError(f"{name} is not an option of an OpenVLA model; options are {sorted(_OPTIONS)}.{hint}")
+    data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if (folder / _STATISTICS).is_file():
+        data["norm_stats"] = json.loads((folder / _STATISTICS).read_text(encoding="utf-8"))
+    config = OpenVLAConfig(**{**data, **overrides})
+    config.name_or_path = str(folder)
+    return config
+
+
+def load_weights(
+    model: OpenVLAForActionPrediction, folder: Path, *, dtype: torch.dtype, device: torch.device | str
+) -> None:
+    """Fill a model, built without memory for its parameters, with a folder's tensors.
+
+    Args:
+        model: the model; its parameters are replaced.
+        folder: checkpoint folder with one safetensors file, or shards and their index.
+        dtype: floating-point type of the parameters afterwards.
+        device: where they live afterwards.
+
+    Raises:
+        ValueError: a file is missing, cut short or a pickle; a tensor is missing, left over or of another shape.
+    """
+    stored = _stored_tensors(folder)
+    if model.config.use_proprio:
+        stored.update(_side_tensors(folder, "proprio_projector"))
+    expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    _check_names(folder, expected, stored)
+    state: dict[str, torch.Tensor] = {}
+    for file in sorted({entry.file for entry in stored.values()}):
+        with safe_open(file, framework="pt", device=str(device)) as opened:
+            for name, entry in stored.items():
+                if entry.file == file:
+                    state[name] = opened.get_tensor(entry.name).to(dtype)
+    model.load_state_dict(state, strict=True, assign=True)
+    model.to(device)  # what is left are the rotary tables, which keep float32
+    model.config.dtype = model.config.text_config.dtype = dtype
+
+
+def save(model: OpenVLAForActionPrediction, processor: PrismaticProcessor | None, folder: Path, **kwargs: Any) -> None:
+    """Write a folder that `load` and the original code can load; see `vla_accel.models.save_vla`."""
+    model.save_pretrained(folder, **{"max_shard_size": "5GB", **kwargs})
+    if model.norm_stats:
+        (folder / _STATISTICS).write_text(json.dumps(model.norm_stats, indent=2) + "\n", encoding="utf-8")
+    if processor is not None:
+        processor.save_pretrained(folder)
+
+
+def _refuse_side_files(folder: Path, config: OpenVLAConfig) -> None:
+    """Refuse folders that only work together with modules that are not loaded."""
+    kind = "L1-regression" if getattr(config, "use_l1_regression", False) else None
+    kind = "diffusion" if getattr(config, "use_diffusion", False) else kind
+    source = "config.json" if kind else None
+    for stem, head in _CONTINUOUS_HEADS.items():
+        for file in sorted(folder.glob(f"{stem}*")):
+            kind, source = head, file.name
+    if kind:
+        raise ValueError(
+            f"{folder} is an OpenVLA-OFT checkpoint with a {kind} action head ({source}): it computes actions "
+            "without a probability, so there is nothing to reinforce. Use a checkpoint fine-tuned with discrete "
+            "action tokens and parallel decoding, e.g. Haozhan72/Openvla-oft-SFT-libero10-trajall, or an "
+            "autoregressive one, e.g. openvla/openvla-7b-finetuned-libero-10."
+        )
+    for stem, option in _SIDE_MODULES.items():
+        usable = option == "use_proprio" and config.use_proprio
+        for file in sorted(folder.glob(f"{stem}*")):
+            if usable and file.suffix == ".safetensors":
+                continue
+            raise ValueError(
+                f"{folder} keeps a part of the model in {file.name}, which is not loaded. Store its tensors as "
+                f"{stem}.* in the model's safetensors and load with {option}=True, or remove the file."
+            )
+
+
+def _stored_tensors(folder: Path) -> dict[str, _Stored]:
+    """Every tensor of the folder's main weights."""
+    if (folder / _SINGLE).is_file():
+        return _tensors_of(folder / _SINGLE)
+    if (folder / _INDEX).is_file():
+        weight_map = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        files = sorted(set(weight_map.values()))
+        missing = [name for name in files if not (folder / name).is_file()]
+        if missing:
+            raise ValueError(
+                f"{folder} lacks {len(missing)} of {len(files)} weight files: {_some(missing)}. "
+                "Download or copy the folder again."
+            )
+        return {name: entry for file in files for name, entry in _tensors_of(folder / file).items()}
+    pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
+    if pickles:
+        raise ValueError(
+            f"{folder} has pickled weights only ({_some(pickles)}), which can run code when loaded and are refused. "
+            "Convert them to safetensors where you trust them."
+        )
+    raise ValueError(f"{folder} has neither {_SINGLE} nor {_INDEX}. Download or copy the weights into it.")
+
+
+def _tensors_of(file: Path) -> dict[str, _Stored]:
+    """Name, place and shape of every tensor of one file."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {
+                name: _Stored(file=file, name=name, shape=tuple(opened.get_slice(name).get_shape()))
+                for name in opened.keys()  # noqa: SIM118 (not a mapping)
+            }
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not a complete safetensors file ({error}). Download or copy it again.") from error
+
+
+def _side_tensors(folder: Path, stem: str) -> dict[str, _Stored]:
+    """Tensors of a module that is stored in a file of its own, under the names they have in the model."""
+    found = {}
+    for file in folder.glob(f"{stem}*.safetensors"):
+        for name, entry in _tensors_of(file).items():
+            found[f"{stem}.{name.removeprefix('module.').removeprefix(stem + '.')}"] = entry
+    return found
+
+
+def _check_names(folder: Path, expected: dict[str, tuple[int, ...]], stored: dict[str, _Stored]) -> None:
+    """Raise for tensors that are missing, left over or of another shape, naming them."""
+    missing = sorted(set(expected) - set(stored))
+    extra = sorted(set(stored) - set(expected))
+    wrong = [
+        f"{name} {list(stored[name].shape)} instead of {list(expected[name])}"
+        for name in sorted(set(expected) & set(stored))
+        if stored[name].shape != expected[name]
+    ]
+    problems = [
+        f"{len(names)} {label}: {_some(names)}"
+        for label, names in (("missing", missing), ("left over", extra), ("of another shape", wrong))
+        if names
+    ]
+    if not problems:
+        return
+    remedy = "The weights and config.json do not belong together, or a file is incomplete: copy the folder again."
+    if any(name.startswith("proprio_projector.") for name in extra + missing):
+        remedy = "Set use_proprio to whether the model was trained with the robot's state."
+    elif any(".scale.weight" in name for name in extra + missing):
+        remedy = "Set use_film to whether the model was trained with language modulation (FiLM)."
+    raise ValueError(f"The weights in {folder} do not fit the model. Tensors {'; '.join(problems)}. {remedy}")
+
+
+def _some(names: list[str]) -> str:
+    """The first names, and how many more there are."""
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
