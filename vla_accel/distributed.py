@@ -5,7 +5,7 @@ together, and holds the sums and decisions that every rank must share.
 
 Not here: switching a sharded model between rollout and training (`modes.py`), checkpoints (`checkpoint.py`).
 Usage: `accelerator = make_accelerator(shard_units=MyPolicy.shard_units)`, then
-`model, optimizer = prepare_policy(accelerator, policy, learning_rates={"": 1e-5, "value_head": 1e-4})`.
+`model, optimizer = prepare_policy(accelerator, policy, learning_rate=1e-5, value_learning_rate=1e-4)`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -177,29 +177,32 @@ def _check_accelerator(accelerator: Accelerator, gradient_accumulation_steps: in
 def prepare_policy(
     accelerator: Accelerator,
     policy: nn.Module,
-    make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = torch.optim.AdamW,
     *,
-    learning_rates: Mapping[str, float],
+    learning_rate: float,
+    value_learning_rate: float | None = None,
+    weight_decay: float = 0.0,
+    make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Wrap, shard and place a policy together with its optimizer, and check the result.
 
-    One call for both, because FSDP2 replaces the parameters and the optimizer has to follow. Collective.
+    One call for both, because sharding replaces or re-cuts the parameters and the optimizer has to follow. Collective:
+    call on every rank.
 
     Args:
         accelerator: from `make_accelerator`.
         policy: the module to train, with the same weights on every rank; frozen parameters are those whose
-            `requires_grad` is False.
-        make_optimizer: takes parameter groups, e.g. `functools.partial(torch.optim.AdamW, weight_decay=0.01)`.
-        learning_rates: learning rate by prefix of the parameter's name; the longest prefix that fits counts, `""` fits
-            all. `{"": 1e-5, "value_head": 1e-4}`.
+            `requires_grad` is False. Its parameters under `value_head` are the critic's.
+        learning_rate: of the policy's parameters.
+        value_learning_rate: of the critic's; None takes `learning_rate`.
+        weight_decay: of all parameters.
+        make_optimizer: takes the parameter groups, e.g. `functools.partial(torch.optim.AdamW, betas=(0.9, 0.95))`.
 
     Returns:
-        The prepared model, to be called as the policy was, and the prepared optimizer. The optimizer has one group per
-        prefix that has trainable parameters, in the mapping's order, with the prefix under `"name"`.
+        The prepared model, to be called as the policy was, and the prepared optimizer. Its groups, `"policy"` and
+        `"value"` under the key `"name"`, hold trainable parameters only, and the full rate under `"initial_lr"`.
 
     Raises:
-        ValueError: nothing to train, a parameter or prefix without its counterpart, or layer classes that the policy
-            does not have.
+        ValueError: nothing to train, or layer classes that the policy does not have.
         RuntimeError: ranks with different weights, or a sharding other than the one asked for.
     """
     sharded = accelerator.distributed_type == DistributedType.FSDP
@@ -208,7 +211,8 @@ def prepare_policy(
     if sharded:
         _check_equal_weights(accelerator, policy)
     _unify_dtypes(accelerator, policy, names)
-    optimizer = make_optimizer(_param_groups(policy, learning_rates))
+    rates = {"policy": learning_rate, "value": learning_rate if value_learning_rate is None else value_learning_rate}
+    optimizer = make_optimizer(_param_groups(policy, rates, weight_decay))
     if accelerator.is_fsdp2 and accelerator.native_amp:
         # Accelerate wraps forward in autocast everywhere but here; the arithmetic must not depend on the preset.
         autocast = torch.autocast(accelerator.device.type, dtype=torch.bfloat16)
@@ -327,27 +331,18 @@ def _unify_dtypes(accelerator: Accelerator, policy: nn.Module, names: tuple[str,
                 parameter.data = parameter.data.to(widest)
 
 
-def _param_groups(policy: nn.Module, learning_rates: Mapping[str, float]) -> list[dict[str, Any]]:
-    groups: dict[str, dict[str, Any]] = {
-        prefix: {"params": [], "lr": rate, "name": prefix} for prefix, rate in learning_rates.items()
-    }
-    seen = set()
+def _param_groups(policy: nn.Module, rates: dict[str, float], weight_decay: float) -> list[dict[str, Any]]:
+    members: dict[str, list[nn.Parameter]] = {name: [] for name in rates}
     for name, parameter in policy.named_parameters():
-        fitting = [prefix for prefix in groups if name.startswith(prefix)]
-        seen.update(fitting)
-        if not parameter.requires_grad:
-            continue
-        if not fitting:
-            raise ValueError(f"learning_rates has no rate for the trainable parameter {name!r}; add the prefix ''.")
-        groups[max(fitting, key=len)]["params"].append(parameter)
-    unknown = sorted(set(groups) - seen - {""})
-    if unknown:
-        parts = [name for name, _ in policy.named_children()]
-        raise ValueError(f"learning_rates names {unknown}, but the policy's parts are {parts}.")
-    used = [group for group in groups.values() if group["params"]]
-    if not used:
+        if parameter.requires_grad:
+            members["value" if name.split(".")[0] == "value_head" else "policy"].append(parameter)
+    if not any(members.values()):
         raise ValueError("The policy has no trainable parameter: every requires_grad is False.")
-    return used
+    return [
+        {"params": members[name], "lr": rate, "initial_lr": rate, "weight_decay": weight_decay, "name": name}
+        for name, rate in rates.items()
+        if members[name]
+    ]
 
 
 def _keep_inputs(model: nn.Module) -> None:
@@ -392,14 +387,19 @@ def global_sum(accelerator: Accelerator, *values: float | torch.Tensor) -> tuple
     return _reduce(accelerator, values, dist.ReduceOp.SUM)
 
 
-def global_max(accelerator: Accelerator, *values: float | torch.Tensor) -> tuple[Any, ...]:
-    """Like `global_sum`, with the largest value of all ranks. Collective."""
-    return _reduce(accelerator, values, dist.ReduceOp.MAX)
+def global_max(accelerator: Accelerator, value: float) -> float:
+    """The largest of all ranks' numbers. Collective: call on every rank."""
+    return _reduce(accelerator, (value,), dist.ReduceOp.MAX)[0]
 
 
 def global_any(accelerator: Accelerator, flag: bool) -> bool:
     """True on every rank if `flag` is true on any: the way to take a decision around a collective. Collective."""
-    return global_max(accelerator, float(flag))[0] > 0
+    return global_max(accelerator, float(flag)) > 0
+
+
+def is_data_parallel(accelerator: Accelerator) -> bool:
+    """Whether every rank holds a whole copy (DDP), so that gradients need exchange only before a step."""
+    return accelerator.num_processes > 1 and accelerator.distributed_type != DistributedType.FSDP
 
 
 def _reduce(accelerator: Accelerator, values: Sequence[float | torch.Tensor], op: Any) -> tuple[Any, ...]:
