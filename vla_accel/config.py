@@ -250,6 +250,63 @@ class PPOConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Demonstrations."""
+
+    path: str | None = None
+    """Folder written by scripts/record_demos.py. None: record them now."""
+    episodes: int = 2000
+    """Episodes to record, over all processes together."""
+    speed: float = 1.0
+    """How fast the scripted expert moves, as a share of the largest step."""
+    speed_jitter: float = 0.0
+    """Each of the expert's steps is this much faster or slower, standard deviation of the logarithm."""
+    noise: float = 0.0
+    """Standard deviation of noise on the executed actions; the recorded ones stay clean."""
+    keep_failures: bool = True
+    """Learn from episodes that did not succeed, too."""
+
+    def __post_init__(self) -> None:
+        _check_positive("data", self, "episodes", "speed")
+        _check_not_negative("data", self, "speed_jitter", "noise")
+        check(self.speed <= 1, "data.speed", "must be at most 1", self.speed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTOptions:
+    """The imitation of demonstrations."""
+
+    learning_rate: float = 1e-3
+    """AdamW's, after the warm-up; falls to a tenth along a cosine."""
+    lr_warmup: int = 100
+    """Steps over which the rate rises."""
+    weight_decay: float = 0.01
+    """AdamW's, on matrices."""
+    max_grad_norm: float = 1.0
+    """Clip the gradient's global norm here. 0: never."""
+    steps: int = 5000
+    """Optimizer steps."""
+    batch_size: int = 64
+    """Frames per optimizer step, over all processes together."""
+
+    def __post_init__(self) -> None:
+        _check_positive("sft", self, "learning_rate", "steps", "batch_size")
+        _check_not_negative("sft", self, "lr_warmup", "weight_decay", "max_grad_norm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig:
+    """Teach a vision-language-action policy by imitating demonstrations."""
+
+    model: str
+    policy: PolicyConfig
+    env: EnvConfig = field(default_factory=EnvConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    sft: SFTOptions = field(default_factory=SFTOptions)
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """Score a checkpoint, greedily, on held-out initial states."""
 

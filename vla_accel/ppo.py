@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from vla_accel.config import PPOOptions
-from vla_accel.distributed import global_max, global_sum, is_data_parallel
+from vla_accel.distributed import global_max, global_sum
 from vla_accel.types import PolicyScore, Rollout, TensorDict
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ def micro_batches(
         the micro-batch on the accelerator's device, its weight (1 or 0), and whether it is the last.
     """
     parts = [part for part in index.split(size) if len(part)]
-    rounds = int(global_max(accelerator, len(parts)))
+    rounds = int(global_max(accelerator, len(parts))[0])
     for number in range(rounds):
         own = number < len(parts)
         source, rows = (batch, parts[number]) if own else (batch.spare, torch.zeros(1, dtype=torch.int64))
@@ -265,7 +265,7 @@ def rescore(
     batch.old_log_prob = rescored
     count, squares = global_sum(accelerator, float(batch.unit_mask.sum()), float(gap.square().sum()))
     return {
-        "ppo/rescore_gap": global_max(accelerator, float(gap.amax()) if gap.numel() else 0.0),
+        "ppo/rescore_gap": global_max(accelerator, float(gap.amax()) if gap.numel() else 0.0)[0],
         "ppo/rescore_kl": 0.5 * squares / max(count, 1.0),
     }
 
@@ -315,7 +315,7 @@ def update(
                 continue
             sums = _backward(accelerator, model, batch, index, options, unit_step, counts, train_policy)
             if first_log_ratio is None:
-                first_log_ratio = global_max(accelerator, sums.pop("log_ratio_max"))
+                (first_log_ratio,) = global_max(accelerator, sums.pop("log_ratio_max"))
             sums.pop("log_ratio_max", None)
             means = _global_means(accelerator, sums, counts)
             if options.target_kl > 0 and train_policy and means["ppo/kl"] > options.target_kl:
@@ -384,7 +384,8 @@ def _backward(
 
 def _sync(accelerator: Accelerator, model: nn.Module, last: bool) -> AbstractContextManager:
     """Under DDP, exchange gradients with the last micro-batch only. Sharded gradients are reduced at once."""
-    return nullcontext() if last or not is_data_parallel(accelerator) else accelerator.no_sync(model)
+    data_parallel = isinstance(model, nn.parallel.DistributedDataParallel)
+    return accelerator.no_sync(model) if data_parallel and not last else nullcontext()
 
 
 def _global_means(accelerator: Accelerator, sums: dict[str, float], counts: dict[str, float]) -> dict[str, float]:

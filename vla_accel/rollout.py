@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vla_accel.envs.base import read_step, stack_observations, to_observation
+from vla_accel.envs.base import read_idle, read_step, stack_final, to_observation
 from vla_accel.policies.base import Policy
 from vla_accel.types import Episode, Observation, PolicySample, Rollout, TensorDict
 
@@ -38,7 +38,7 @@ class EnvState:
 def start(envs: gym.vector.VectorEnv) -> EnvState:
     """Reset all environments; each begins the first of its jobs."""
     obs, infos = envs.reset()
-    return EnvState(obs=to_observation(obs, envs.instructions), idle=read_step(infos, envs.num_envs).idle)
+    return EnvState(obs=to_observation(obs, envs.instructions), idle=read_idle(infos, envs.num_envs))
 
 
 @dataclass
@@ -148,7 +148,7 @@ def _next_values(
     num_envs = len(state.obs)
     for begin in range(0, len(finals), num_envs):
         part = finals[begin : begin + num_envs]
-        obs = to_observation(stack_observations([final for _, _, final in part]), envs.instructions)
+        obs = to_observation(stack_final([(env, final) for _, env, final in part]), envs.instructions)
         value = act(model, policy.prepare(obs), device, greedy=True).value
         for (t, env, _), x in zip(part, value, strict=True):
             after[t, env] = x

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 # `model_type` of a config.json -> module with `register()`, `load(folder, dtype=, device=, **config_overrides)`
 # and `save(model, processor, folder, **kwargs)`.
@@ -58,16 +58,25 @@ def load_vla(
     """
     import torch
 
-    folder = _folder(path)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} has no config.json. Give the folder of a Hugging Face checkpoint.")
-    data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    kind = data.get("model_type", data.get("type"))
-    if kind not in _FAMILIES:
-        raise ValueError(f"{folder / 'config.json'} has model_type {kind!r}; known are {sorted(_FAMILIES)}.")
-    register_vla_models()
-    family = importlib.import_module(_FAMILIES[kind])
+    folder, family = _family(path)
     return family.load(folder, dtype=dtype or torch.float32, device=device, **config_overrides)
+
+
+def peek_vla(path: str | Path, **config_overrides: Any) -> PretrainedConfig:
+    """Check that a checkpoint is whole, without reading a weight: a matter of seconds for any size.
+
+    Args:
+        path: as for `load_vla`.
+        **config_overrides: as for `load_vla`.
+
+    Returns:
+        The configuration that `load_vla` would give the model.
+
+    Raises:
+        ValueError: as for `load_vla`.
+    """
+    folder, family = _family(path)
+    return family.peek(folder, **config_overrides)
 
 
 def save_vla(model: PreTrainedModel, processor: Any | None, folder: str | Path, **kwargs: Any) -> None:
@@ -80,6 +89,19 @@ def save_vla(model: PreTrainedModel, processor: Any | None, folder: str | Path, 
         **kwargs: passed to the model's `save_pretrained`, e.g. `state_dict` (gathered elsewhere) or `max_shard_size`.
     """
     importlib.import_module(_FAMILIES[model.config.model_type]).save(model, processor, Path(folder), **kwargs)
+
+
+def _family(path: str | Path) -> tuple[Path, Any]:
+    """The local folder of a checkpoint and the module of its model family."""
+    folder = _folder(path)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} has no config.json. Give the folder of a Hugging Face checkpoint.")
+    data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    kind = data.get("model_type", data.get("type"))
+    if kind not in _FAMILIES:
+        raise ValueError(f"{folder / 'config.json'} has model_type {kind!r}; known are {sorted(_FAMILIES)}.")
+    register_vla_models()
+    return folder, importlib.import_module(_FAMILIES[kind])
 
 
 def _folder(path: str | Path) -> Path:

@@ -7,12 +7,32 @@ Usage: subclass `Policy`, set the four attributes, write `prepare` and `forward`
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import nn
 
 from vla_accel.types import Observation, PolicySample, PolicyScore, TensorDict
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySpec:
+    """What a checkpoint says of itself before its weights are loaded.
+
+    Attributes:
+        path: its folder.
+        chunk_size: K.
+        action_dim: A.
+        shard_units: as in `Policy`.
+        embedded: whether it is the one that ships with the package.
+    """
+
+    path: str
+    chunk_size: int
+    action_dim: int
+    shard_units: tuple[str, ...]
+    embedded: bool
 
 
 class Policy(nn.Module):
@@ -84,6 +104,26 @@ class Policy(nn.Module):
             `PolicySample` when acting (no gradient), `PolicyScore` when scoring (with gradient).
         """
         raise TypeError(f"{type(self).__name__} does not define forward")
+
+    def encode_demonstration(self, action: torch.Tensor) -> TensorDict:
+        """The trace with which the policy would have taken these actions, for imitation.
+
+        Args:
+            action: float32 `[B, K, A]`, in environment units.
+
+        Returns:
+            A trace `[B, ...]`, to be scored by `forward`.
+        """
+        raise TypeError(f"{type(self).__name__} cannot score demonstrations")
+
+    def save(self, folder: str, state_dict: TensorDict) -> None:
+        """Write a folder from which the policy, and the model alone, can be loaded again.
+
+        Args:
+            folder: to create.
+            state_dict: full weights of this policy, on the CPU.
+        """
+        raise TypeError(f"{type(self).__name__} does not define save")
 
     def reference(self) -> AbstractContextManager:
         """Context in which the policy is the one training started from, at no extra memory (adapters off)."""

@@ -6,16 +6,73 @@ Usage: `policy = OpenVLAPolicy(model, processor, unnorm_key=None, temperature=1.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vla_accel.models.openvla.actions import ActionStatistics, ActionTokenizer, resolve_unnorm_key
+from vla_accel.config import OFTPolicyConfig, PolicyConfig
+from vla_accel.models import load_vla, peek_vla, save_vla
+from vla_accel.models.openvla.actions import OFT_EPS, ActionStatistics, ActionTokenizer
 from vla_accel.policies import token
-from vla_accel.policies.base import Policy, ValueHead
+from vla_accel.policies.base import Policy, PolicySpec, ValueHead
 from vla_accel.types import Observation, PolicySample, PolicyScore, TensorDict
+
+
+EMBEDDED = Path(__file__).parent.parent / "assets"
+"""Folder of the small checkpoints that ship with the package, one per model name."""
+
+VALUE_HEAD_FILE = "value_head.safetensors"
+
+
+def peek(model: str, config: PolicyConfig, suite: str | None) -> PolicySpec:
+    """See `policies.peek_policy`."""
+    path = config.path or str(EMBEDDED / model)
+    vla = peek_vla(path, **_overrides(model, config))
+    statistics = ActionStatistics.from_norm_stats(vla.norm_stats, config.unnorm_key, suite=suite)
+    return PolicySpec(
+        path=path,
+        chunk_size=vla.num_actions_chunk,
+        action_dim=statistics.action_dim,
+        shard_units=OpenVLAPolicy.shard_units,
+        embedded=config.path is None,
+    )
+
+
+def load(model: str, config: PolicyConfig, suite: str | None) -> OpenVLAPolicy:
+    """See `policies.load_policy`."""
+    path = config.path or str(EMBEDDED / model)
+    vla, processor = load_vla(path, dtype=getattr(torch, config.dtype), **_overrides(model, config))
+    if config.freeze_vision:
+        vla.vision_backbone.requires_grad_(False)
+    if config.gradient_checkpointing:
+        vla.gradient_checkpointing_enable()
+    policy = OpenVLAPolicy(
+        vla,
+        processor,
+        unnorm_key=config.unnorm_key,
+        suite=suite,
+        temperature=config.temperature,
+        value_hidden=config.value_hidden,
+        value_detach=config.value_detach,
+    )
+    head = Path(path) / VALUE_HEAD_FILE
+    if head.exists():
+        policy.value_head.load_state_dict(load_file(head))
+    return policy.eval()
+
+
+def _overrides(model: str, config: PolicyConfig) -> dict[str, Any]:
+    """What the choice of the model says about a checkpoint whose own configuration is silent."""
+    if not isinstance(config, OFTPolicyConfig):
+        return {"action_decoding": "autoregressive"}
+    overrides: dict[str, Any] = {"action_decoding": "parallel"}
+    if config.append_stop_token is not None:
+        overrides["append_stop_token"] = config.append_stop_token
+    return overrides
 
 
 class OpenVLAPolicy(Policy):
@@ -40,7 +97,7 @@ class OpenVLAPolicy(Policy):
         ValueError: when the checkpoint has no statistics, or an ambiguous or unknown key is given.
     """
 
-    shard_units: ClassVar[tuple[str, ...]] = ("LlamaDecoderLayer", "Block")
+    shard_units: ClassVar[tuple[str, ...]] = ("LlamaDecoderLayer", "VisionBlock")
 
     def __init__(
         self,
@@ -56,16 +113,14 @@ class OpenVLAPolicy(Policy):
     ):
         super().__init__()
         config = model.config
-        self.unnorm_key = resolve_unnorm_key(config.norm_stats, unnorm_key, suite=suite)
-        self.statistics = ActionStatistics(config.norm_stats[self.unnorm_key])
-        self.parallel = config.action_decoding == "parallel"
-        self.chunk_size = config.num_actions_chunk if self.parallel else 1
+        self.statistics = ActionStatistics.from_norm_stats(config.norm_stats, unnorm_key, suite=suite)
+        self.chunk_size = config.num_actions_chunk
         self.action_dim = self.statistics.action_dim
         self.temperature = temperature
         self.cameras = cameras
         self.model = model
         self.processor = processor
-        self.tokenizer = ActionTokenizer(config.action_vocab_size, config.n_action_bins)
+        self.tokenizer = ActionTokenizer(config.action_token_begin + config.n_action_bins, config.n_action_bins)
         self.value_head = ValueHead(config.text_config.hidden_size, hidden_dim=value_hidden, detach=value_detach)
         self.register_buffer(
             "unit_step", torch.arange(self.chunk_size).repeat_interleave(self.action_dim), persistent=False
@@ -110,6 +165,19 @@ class OpenVLAPolicy(Policy):
         log_prob, entropy = token.score(self.model.action_logits(states), trace["bins"], temperature=self.temperature)
         return PolicyScore(log_prob=log_prob, entropy=entropy, value=self.value_head(states[:, 0]))
 
+    def encode_demonstration(self, action: Tensor) -> TensorDict:
+        """See the base class. Actions outside the statistics' range are clipped to its ends."""
+        normalized = self.statistics.normalize(action.cpu().double().numpy())
+        ids = self.tokenizer.encode(normalized).reshape(len(action), -1)
+        return {"bins": torch.from_numpy(ids - self.tokenizer.begin)}
+
+    def save(self, folder: str, state_dict: TensorDict) -> None:
+        """See the base class: a folder of the original layout, and the value head in a file of its own."""
+        weights = {name.removeprefix("model."): x for name, x in state_dict.items() if name.startswith("model.")}
+        head = {name.removeprefix("value_head."): x for name, x in state_dict.items() if name.startswith("value_head.")}
+        save_vla(self.model, self.processor, folder, state_dict=weights)
+        save_file({name: x.contiguous() for name, x in head.items()}, Path(folder) / VALUE_HEAD_FILE)
+
     def _act(self, inputs: TensorDict, greedy: bool) -> PolicySample:
         log_probs: list[Tensor] = []
 
@@ -131,7 +199,7 @@ class OpenVLAPolicy(Policy):
     def _environment_action(self, ids: Tensor) -> Tensor:
         """Token ids `[N, U]` to actions in environment units, float32 `[N, K, A]`."""
         normalized = self.tokenizer.decode(ids.cpu().numpy()).reshape(-1, self.chunk_size, self.action_dim)
-        action = self.statistics.unnormalize(normalized, eps=1e-8 if self.parallel else 0.0)
+        action = self.statistics.unnormalize(normalized, eps=OFT_EPS if self.model.config.is_parallel else 0.0)
         return torch.from_numpy(np.asarray(action, dtype=np.float32)).to(ids.device)
 
     def _model_inputs(self, inputs: TensorDict) -> dict[str, Tensor | None]:

@@ -1,4 +1,4 @@
-"""OpenVLA's entry in the table of model families: `register`, `load` and `save`.
+"""OpenVLA's entry in the table of model families: `register`, `peek`, `load` and `save`.
 
 Usage: through `vla_accel.models.load_vla` and `register_vla_models`.
 """
@@ -10,11 +10,11 @@ from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoToke
 
 from vla_accel.models.openvla.configuration import OpenVLAConfig
 from vla_accel.models.openvla.images import PrismaticImageProcessor
-from vla_accel.models.openvla.loading import load, save
+from vla_accel.models.openvla.loading import load, peek, save
 from vla_accel.models.openvla.modeling import OpenVLAForActionPrediction
 from vla_accel.models.openvla.processing import PrismaticProcessor
 
-__all__ = ["load", "register", "save"]
+__all__ = ["load", "peek", "register", "save"]
 
 
 def register() -> None:

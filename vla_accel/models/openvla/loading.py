@@ -56,6 +56,20 @@ def load(
     return model.eval(), PrismaticProcessor.from_pretrained(folder)
 
 
+def peek(folder: Path, **config_overrides: Any) -> OpenVLAConfig:
+    """Check that a folder is whole without reading a weight; see `vla_accel.models.peek_vla`."""
+    config = read_config(folder, **config_overrides)
+    _refuse_side_files(folder, config)
+    with init_empty_weights(include_buffers=False):
+        expected = {name: tuple(x.shape) for name, x in OpenVLAForActionPrediction(config).state_dict().items()}
+    stored = _stored_tensors(folder)
+    if config.use_proprio:
+        stored.update(_side_tensors(folder, "proprio_projector"))
+    _check_names(folder, expected, stored)
+    PrismaticProcessor.from_pretrained(folder)
+    return config
+
+
 def read_config(folder: Path, **overrides: Any) -> OpenVLAConfig:
     """Read `config.json`, with the statistics of `dataset_statistics.json` where the folder has them.
 

@@ -1,0 +1,192 @@
+"""Scoring a policy: greedy, on held-out initial states, with a confidence interval.
+
+Not here: training. Usage: `result = evaluate(accelerator, model, policy, env_config, episodes=100, seed=0)`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import nn
+
+from vla_accel.config import EnvConfig
+from vla_accel.distributed import gather_objects
+from vla_accel.envs.base import deal, evaluation_jobs, read_step, to_observation
+from vla_accel.envs.make import make_env, make_vector_env
+from vla_accel.modes import rollout_mode
+from vla_accel.policies.base import Policy
+from vla_accel.rollout import act, start
+from vla_accel.types import Episode, Observation
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def wilson_interval(successes: int, n: int, *, z: float = 1.959964) -> tuple[float, float]:
+    """Wilson's score interval of a proportion; z = 1.96 gives 95 %. For n = 0: (0, 1)."""
+    if n == 0:
+        return 0.0, 1.0
+    rate, z2 = successes / n, z * z
+    centre = (rate + z2 / (2 * n)) / (1 + z2 / n)
+    half = z / (1 + z2 / n) * math.sqrt(rate * (1 - rate) / n + z2 / (4 * n * n))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Outcome of an evaluation.
+
+    Attributes:
+        episodes: all of them, sorted by task and initial state.
+        instructions: of the environment, indexed by task id.
+    """
+
+    episodes: list[Episode]
+    instructions: list[str]
+
+    @property
+    def success(self) -> float:
+        """Share of episodes that solved their task at any step."""
+        return sum(e.success for e in self.episodes) / max(len(self.episodes), 1)
+
+    def summary(self, episodes: list[Episode] | None = None) -> dict[str, Any]:
+        """Success, interval and steps of some of the episodes (None: of all)."""
+        chosen = self.episodes if episodes is None else episodes
+        solved = [e for e in chosen if e.success]
+        low, high = wilson_interval(len(solved), len(chosen))
+        return {
+            "success": len(solved) / max(len(chosen), 1),
+            "n": len(chosen),
+            "interval_95": [low, high],
+            "success_at_end": sum(e.success_at_end for e in chosen) / max(len(chosen), 1),
+            "median_steps_to_success": median(e.steps for e in solved) if solved else None,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON: overall, per task, and each episode with its state id and seed."""
+        tasks = sorted({e.job.task_id for e in self.episodes})
+        return {
+            **self.summary(),
+            "tasks": {
+                self.instructions[task]: self.summary([e for e in self.episodes if e.job.task_id == task])
+                for task in tasks
+            },
+            "episodes": [
+                {
+                    "task_id": e.job.task_id,
+                    "state_id": e.job.state_id,
+                    "seed": e.job.seed,
+                    "success": e.success,
+                    "success_at_end": e.success_at_end,
+                    "steps": e.steps,
+                }
+                for e in self.episodes
+            ],
+        }
+
+    def table(self) -> str:
+        """A table of success per task."""
+        result = self.to_dict()
+        rows = [*result["tasks"].items(), ("all", result)]
+        width = max(len(name) for name, _ in rows)
+        lines = [f"{'task':<{width}}  success      n  95 % interval   at end  median steps"]
+        for name, row in rows:
+            low, high = row["interval_95"]
+            steps = "-" if row["median_steps_to_success"] is None else f"{row['median_steps_to_success']:g}"
+            lines.append(
+                f"{name:<{width}}  {row['success']:7.1%}  {row['n']:5d}  {low:6.1%} .. {high:6.1%}"
+                f"  {row['success_at_end']:6.1%}  {steps:>12}"
+            )
+        return "\n".join(lines)
+
+
+@torch.no_grad()
+def evaluate(
+    accelerator: Accelerator,
+    model: nn.Module,
+    policy: Policy,
+    config: EnvConfig,
+    *,
+    episodes: int,
+    seed: int = 0,
+    blank: str = "none",
+) -> Evaluation:
+    """Play held-out episodes greedily. Collective: call on every rank; the ranks share the episodes.
+
+    Args:
+        accelerator: from `make_accelerator`.
+        model: the policy as prepared.
+        policy: the policy inside `model`.
+        config: which environment.
+        episodes: over all ranks, spread evenly over the tasks.
+        seed: of the environments.
+        blank: "image" or "instruction" hides that from the policy (a control), "none" nothing.
+
+    Returns:
+        The same on every rank.
+    """
+    probe = make_env(config.name, **config.parsed_options())
+    try:
+        jobs = evaluation_jobs(
+            task_ids=range(len(probe.unwrapped.instructions)),
+            state_ids=probe.unwrapped.state_ids["eval"],
+            episodes=episodes,
+            seed=seed,
+        )
+        instructions = list(probe.unwrapped.instructions)
+    finally:
+        probe.close()
+    own = deal(jobs, accelerator.num_processes)[accelerator.process_index]
+    num_envs = max(1, min(len(own), config.num_envs // accelerator.num_processes))
+    envs = make_vector_env(
+        config.name,
+        num_envs=num_envs,
+        chunk_size=config.chunk_size or policy.chunk_size,
+        jobs=[iter(stream) for stream in deal(own, num_envs)],
+        max_episode_steps=config.max_episode_steps,
+        vectorization=None if config.vectorization == "auto" else config.vectorization,
+        env_options=config.parsed_options(),
+    )
+    try:
+        with rollout_mode(model):
+            played = play(model, policy, envs, device=accelerator.device, blank=blank)
+    finally:
+        envs.close()
+    everything = [episode for part in gather_objects(accelerator, played) for episode in part]
+    everything.sort(key=lambda e: (e.job.task_id, e.job.state_id, e.job.seed))
+    return Evaluation(episodes=everything, instructions=instructions)
+
+
+def play(
+    model: nn.Module, policy: Policy, envs: gym.vector.VectorEnv, *, device: torch.device, blank: str = "none"
+) -> list[Episode]:
+    """Act greedily until every environment has played all its jobs. Finished environments cost no forward."""
+    state = start(envs)
+    episodes: list[Episode] = []
+    shape = (envs.num_envs, *envs.single_action_space.shape)
+    while not state.idle.all():
+        busy = np.flatnonzero(~state.idle)
+        action = np.zeros(shape, dtype=np.float32)
+        inputs = policy.prepare(_blanked(state.obs.select(busy), blank))
+        action[busy] = act(model, inputs, device, greedy=True).action[:, : shape[1]].numpy()
+        space = envs.single_action_space
+        obs, _, _, _, infos = envs.step(np.clip(action, space.low, space.high))
+        info = read_step(infos, envs.num_envs)
+        episodes += [episode for _, episode in info.episodes]
+        state.obs, state.idle = to_observation(obs, envs.instructions), info.idle
+    return episodes
+
+
+def _blanked(obs: Observation, blank: str) -> Observation:
+    if blank == "image":
+        black = {name: np.zeros_like(image) for name, image in obs.images.items()}
+        return Observation(images=black, state=obs.state, instructions=obs.instructions)
+    if blank == "instruction":
+        return Observation(images=obs.images, state=obs.state, instructions=[""] * len(obs))
+    return obs

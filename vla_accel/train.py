@@ -1,0 +1,290 @@
+"""The course of a run, top to bottom: load, evaluate, [ roll out, estimate advantages, update ], evaluate, save.
+
+Not here: how any of these steps works; each is a function of its own module, to be used in other loops as well.
+Usage: `train(parse_args(PPOConfig))`, from a script under `accelerate launch`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import torch
+
+from vla_accel.advantages import gae, normalize
+from vla_accel.checkpoint import export_policy
+from vla_accel.config import EnvConfig, PPOConfig, PPOOptions, check, to_dict
+from vla_accel.distributed import (
+    gather_objects,
+    global_sum,
+    make_accelerator,
+    prepare_policy,
+    seed_weights,
+)
+from vla_accel.envs.base import training_jobs
+from vla_accel.envs.make import make_env, make_vector_env
+from vla_accel.evaluate import evaluate
+from vla_accel.modes import rollout_mode, train_mode
+from vla_accel.policies import load_policy, peek_policy
+from vla_accel.policies.base import Policy, PolicySpec
+from vla_accel.ppo import make_batch, rescore, update
+from vla_accel.rollout import Seconds, collect, start
+from vla_accel.track import Progress, RunLog, closing_table, make_output_dir, write_json
+from vla_accel.types import Rollout
+
+CURVES = (
+    "rollout/success", "eval/success", "rollout/reward", "loss/policy", "loss/value", "ppo/kl",
+    "ppo/clip_fraction", "loss/entropy", "ppo/grad_norm",
+)  # fmt: skip
+
+
+def train(config: PPOConfig) -> dict[str, Any]:
+    """Improve a policy by PPO.
+
+    Args:
+        config: the whole run; see `config.py`.
+
+    Returns:
+        `output_dir`, and `before` and `after`: the evaluations as dicts, or None where there were none.
+
+    Raises:
+        ValueError: for options that cannot work together, before any weight is loaded.
+        RuntimeError: when the update no longer has finite gradients, or a simulator cannot be kept alive.
+    """
+    spec = check_run(config)
+    output = make_output_dir(config.run.output_dir, default=f"{config.model}-{config.env.name}")
+    trackers = [name for name in config.run.trackers if name != "none"]
+    accelerator = make_accelerator(
+        timeout_s=config.run.timeout_s, log_with=trackers, project_dir=str(output), shard_units=spec.shard_units
+    )
+    main = accelerator.is_main_process
+    say = accelerator.print
+    seed_weights(config.run.seed)
+    policy = load_policy(config.model, config.policy, suite=config.env.name)
+    say(describe(config, spec, policy, output))
+    if main:
+        write_json(output / "config.json", to_dict(config))
+    if trackers:
+        accelerator.init_trackers("vla_accel", config=_flat(to_dict(config)))
+
+    first_env, num_envs = own_envs(config.env.num_envs, accelerator.process_index, accelerator.num_processes)
+    envs = make_training_envs(config, policy, first_env, num_envs)
+    policy.fit_instructions(envs.instructions)
+    policy.seed(config.run.seed, first_env=first_env, num_envs=num_envs)
+    model, optimizer = prepare_policy(
+        accelerator,
+        policy,
+        partial(torch.optim.AdamW, weight_decay=config.ppo.weight_decay),
+        learning_rates={"": config.ppo.learning_rate, "value_head": config.ppo.value_learning_rate},
+    )
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    log = RunLog(output, enabled=main)
+    num_minibatches = config.rollout.num_decisions * config.env.num_envs // config.ppo.minibatch_size
+    run_evaluation = partial(
+        evaluate, accelerator, model, policy, config.env, episodes=config.run.eval_episodes, seed=config.run.seed
+    )
+    before = run_evaluation().to_dict() if config.run.eval_episodes else None
+    if before:
+        say(f"Before training: {before['success']:.1%} of {before['n']} held-out episodes succeed.")
+
+    state = start(envs)
+    progress = Progress(config.run.iterations, enabled=main)
+    skipped_in_a_row = 0
+    for iteration in range(config.run.iterations):
+        seconds = Seconds()
+        with seconds.measure("rollout"), rollout_mode(model):
+            rollout = collect(
+                model, policy, envs, state, num_decisions=config.rollout.num_decisions, device=accelerator.device
+            )
+        advantage, returns = gae(
+            rollout.reward,
+            rollout.value,
+            next_value=rollout.next_value,
+            terminated=rollout.terminated,
+            truncated=rollout.truncated,
+            valid=rollout.valid,
+            gamma=config.ppo.gamma,
+            gae_lambda=config.ppo.gae_lambda,
+        )
+        if config.ppo.normalize_advantages:
+            advantage = normalize(advantage, rollout.valid, global_sum=partial(global_sum, accelerator))
+        batch = make_batch(rollout, advantage, returns, unit_step=policy.unit_step, first_env=first_env)
+        set_learning_rates(optimizer, config.ppo, iteration, config.run.iterations)
+        with seconds.measure("update"), train_mode(model):
+            metrics = rescore(accelerator, model, batch, config.ppo, policy.unit_step)
+            metrics |= update(
+                accelerator,
+                model,
+                optimizer,
+                batch,
+                config.ppo,
+                unit_step=policy.unit_step,
+                num_minibatches=num_minibatches,
+                seed=config.run.seed * 1_000_003 + iteration,
+                train_policy=iteration >= config.ppo.critic_warmup,
+            )
+        skipped_in_a_row = 0 if metrics["ppo/steps"] else skipped_in_a_row + int(metrics["ppo/skipped"])
+        if skipped_in_a_row >= config.ppo.max_skipped:
+            raise RuntimeError(
+                f"The last {skipped_in_a_row} optimizer steps had no finite gradient (--ppo.max_skipped "
+                f"{config.ppo.max_skipped}), the last in iteration {iteration}. Try a lower --ppo.learning_rate."
+            )
+        metrics |= rollout_metrics(accelerator, rollout)
+        if config.run.eval_every and (iteration + 1) % config.run.eval_every == 0:
+            with seconds.measure("eval"):
+                metrics["eval/success"] = run_evaluation().success
+        metrics |= {f"time/{name}": x for name, x in {**rollout.seconds, **seconds.total}.items()}
+        metrics["ppo/learning_rate"] = optimizer.param_groups[0]["lr"]
+        log.write(iteration, metrics)
+        accelerator.log(metrics, step=iteration)
+        progress.step(success=f"{metrics['rollout/success']:.2f}", kl=f"{metrics['ppo/kl']:.3f}")
+    progress.close()
+    envs.close()
+
+    after = run_evaluation().to_dict() if config.run.eval_episodes and config.run.iterations else before
+    export_policy(accelerator, model, policy, output / "policy")
+    if main:
+        write_json(output / "result.json", {"before": before, "after": after})
+        log.plot(CURVES)
+    if trackers:
+        accelerator.end_training()
+    say(closing_table(before, after))
+    say(f"Everything is in {output}; the policy itself in {output / 'policy'}.")
+    return {"output_dir": str(output), "before": before, "after": after}
+
+
+def check_run(config: PPOConfig) -> PolicySpec:
+    """Find out before anything slow starts what cannot work: checkpoint, environment, and the two together.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    spec = peek_policy(config.model, config.policy, suite=config.env.name)
+    check_env_fits(config.env, spec)
+    return spec
+
+
+def check_env_fits(config: EnvConfig, spec: PolicySpec) -> None:
+    """Raise a `ValueError` if the environment and the checkpoint disagree on the action, or the chunk is too long."""
+    env = make_env(config.name, **config.parsed_options())
+    try:
+        (action_dim,) = env.action_space.shape
+    finally:
+        env.close()
+    check(
+        action_dim == spec.action_dim,
+        "env.name",
+        f"must name an environment with {spec.action_dim}-dimensional actions, as the checkpoint {spec.path} has "
+        f"(this one has {action_dim})",
+        config.name,
+        "Choose another environment, or another --policy.path or --policy.unnorm_key.",
+    )
+    if config.chunk_size is not None:
+        check(
+            config.chunk_size <= spec.chunk_size,
+            "env.chunk_size",
+            f"must be at most the policy's chunk, {spec.chunk_size}",
+            config.chunk_size,
+        )
+
+
+def own_envs(num_envs: int, rank: int, world: int) -> tuple[int, int]:
+    """First environment and number of environments of a rank; they need not divide.
+
+    Raises:
+        ValueError: when there are fewer environments than processes.
+    """
+    check(num_envs >= world, "env.num_envs", f"must be at least the number of processes, {world}", num_envs)
+    share, rest = divmod(num_envs, world)
+    return rank * share + min(rank, rest), share + (rank < rest)
+
+
+def make_training_envs(config: PPOConfig, policy: Policy, first_env: int, num_envs: int) -> gym.vector.VectorEnv:
+    """This rank's environments, each with an endless stream of training jobs of its own."""
+    env = config.env
+    probe = make_env(env.name, **env.parsed_options())
+    task_ids, state_ids = range(len(probe.unwrapped.instructions)), probe.unwrapped.state_ids["train"]
+    probe.close()
+    jobs = [
+        training_jobs(
+            task_ids=task_ids,
+            state_ids=state_ids,
+            seed=config.run.seed,
+            stream=first_env + i,
+            num_streams=env.num_envs,
+        )
+        for i in range(num_envs)
+    ]
+    return make_vector_env(
+        env.name,
+        num_envs=num_envs,
+        chunk_size=env.chunk_size or policy.chunk_size,
+        jobs=jobs,
+        max_episode_steps=env.max_episode_steps,
+        vectorization=None if env.vectorization == "auto" else env.vectorization,
+        env_options=env.parsed_options(),
+    )
+
+
+def learning_rate_factor(options: PPOOptions, iteration: int, iterations: int) -> float:
+    """Share of the learning rates at an iteration: warm-up, then the course of `lr_schedule` down to `lr_final`."""
+    warm = min(1.0, (iteration + 1) / (options.lr_warmup + 1))
+    if options.lr_schedule == "constant":
+        return warm
+    done = iteration / max(iterations - 1, 1)
+    shape = 1.0 - done if options.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return warm * (options.lr_final + (1.0 - options.lr_final) * shape)
+
+
+def set_learning_rates(optimizer: torch.optim.Optimizer, options: PPOOptions, iteration: int, iterations: int) -> None:
+    """Set each group's rate to its own full value (`initial_lr`) times the iteration's factor."""
+    factor = learning_rate_factor(options, iteration, iterations)
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * factor
+
+
+def rollout_metrics(accelerator: Any, rollout: Rollout) -> dict[str, float]:
+    """Success, length and return of the episodes that ended in a rollout, over all processes. Collective."""
+    episodes = [e for part in gather_objects(accelerator, rollout.episodes) for e in part]
+    valid, reward = global_sum(accelerator, float(rollout.valid.sum()), float(rollout.reward.sum()))
+    count = max(len(episodes), 1)
+    return {
+        "rollout/success": sum(e.success for e in episodes) / count,
+        "rollout/episodes": float(len(episodes)),
+        "rollout/episode_steps": sum(e.steps for e in episodes) / count,
+        "rollout/truncated": sum(e.truncated for e in episodes) / count,
+        "rollout/reward": reward / max(valid, 1.0),
+        "rollout/decisions": valid,
+        "rollout/voided": float(rollout.voided),
+    }
+
+
+def describe(config: PPOConfig, spec: PolicySpec, policy: Policy, output: Path) -> str:
+    """The lines a run opens with."""
+    total = sum(p.numel() for p in policy.parameters())
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    where = "the small checkpoint that ships with vla_accel (no --policy.path given)" if spec.embedded else spec.path
+    return (
+        f"{config.model}: {where}; {total / 1e6:.2f} M parameters, {trained / 1e6:.2f} M of them trained.\n"
+        f"{config.env.name}: {config.env.num_envs} environments, chunks of "
+        f"{config.env.chunk_size or spec.chunk_size}, {config.run.iterations} iterations. Output: {output}"
+    )
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested options as `group.option` with values a tracker can store."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value if isinstance(value, (int, float, str, bool)) else str(value)
+    return flat
+
+
+__all__ = ["check_run", "describe", "learning_rate_factor", "own_envs", "rollout_metrics", "train"]
