@@ -13,7 +13,7 @@ The contract. A simulator is a `gymnasium.Env` with
 | `action_space` | `Box` float32 `[A]`; the simulator clips what lies outside |
 | `instructions` | `list[str]`, one per task id, fixed for the life of the environment |
 | `state_ids` | `{"train": range, "eval": range}`: ids of initial states, disjoint |
-| `reset(seed=, options=)` | `options={"task_id": int, "state_id": int}` decide the episode; equal arguments, equal episode |
+| `reset(seed=, options=)` | `options={"task_id": int, "state_id": int}`; equal arguments start equal episodes |
 | `step(action)` | new arrays each time; `terminated` only by the task, `truncated` left to the time limit |
 | `info["success"]` | bool on every step: is the task solved now |
 
@@ -23,7 +23,8 @@ and, where it has them,
 |---|---|
 | `max_episode_steps` | its usual time limit, in environment steps |
 | `vectorization` | `"sync"` or `"async"` (the default): how `make_vector_env` runs several of them |
-| `set_rendering(on)` and `render_observation()` | cameras off: `step` may return empty images; the current observation with images, without a step |
+| `set_rendering(on)` | switch the cameras; while off, `step` may return black images |
+| `render_observation()` | the current observation with images, without a step; goes with `set_rendering` |
 
 The constructor is cheap and builds the simulator in the first `reset`: it also runs in the parent process, which only
 wants to know the spaces, and a graphics context must not cross into a worker.

@@ -6,10 +6,14 @@ or the words gets at most one in two right.
 Not here: contacts (`tabletop_world.py`), drawing (`drawing.py`), the scripted expert (`tabletop_expert.py`).
 Usage: `Tabletop(tasks=["reach", "push"]).reset(options={"task_id": 0, "state_id": 7})`.
 
-| part | meaning |
-|---|---|
-| state `[8]` | fingertip point x, y, z (m); axis-angle of the gripper (rad), of which only yaw is ever not 0; finger positions +w, -w (m) |
-| action `[7]` | in [-1, 1]: dx, dy, dz in units of 0.05 m; rotation in units of 0.5 rad, of which roll and pitch have no effect; gripper, -1 opens, +1 closes |
+| part | entries | meaning |
+|---|---|---|
+| state | 0-2 | fingertip point x, y, z (m) |
+| | 3-5 | axis-angle of the gripper (rad); only the last, yaw, is ever not 0 |
+| | 6-7 | finger positions +w, -w (m) |
+| action | 0-2 | dx, dy, dz in [-1, 1], in units of 0.05 m |
+| | 3-5 | rotation in [-1, 1], in units of 0.5 rad; roll and pitch have no effect |
+| | 6 | gripper in [-1, 1]: -1 opens, +1 closes |
 
 | verb | success | failure that ends the episode |
 |---|---|---|
@@ -47,8 +51,8 @@ _SPREAD = 0.17  # blocks start within +-_SPREAD
 _APART = 0.12  # between the centres of two blocks at the start
 _CLEAR = 0.07  # between a block and the point below the gripper at the start
 _WRIST_HEIGHT, _WRIST_FOV = 0.22, 66.0
-_FINGER_HEIGHT = 0.07
-_FRONT = Camera.look_at((-0.66, 0.0, 0.62), (-0.01, 0.0, 0.05), fov=42.0)
+_FINGER_HEIGHT, _FINGER_DEPTH = 0.045, 0.012  # slim, so that they hide little
+_FRONT = Camera.look_at((-0.66, 0.0, 0.64), (-0.01, 0.0, 0.07), fov=46.0)
 _DARK, _METAL = (44, 46, 52), (104, 108, 116)
 
 
@@ -61,8 +65,8 @@ class Tabletop(gym.Env):
             of verb and colour, the colour running faster.
         num_blocks: blocks on the table, 1 to 4, all of different colours. The others' colours come from `colors`, as
             far as these suffice.
-        cameras: out of "wrist" (on the wrist, looks straight down, moves with the gripper but does not turn with it) and
-            "front" (at the near edge of the table).
+        cameras: out of "wrist" (looks straight down and moves with the gripper, but does not turn with it) and "front"
+            (stands at the near edge of the table).
         image_size: P, side of the images in pixels, at least 16.
         reach_radius: metres, 0.025 to 0.055.
         start_jitter: how far the gripper's start may be from the middle in x and y, and half of it in z; metres, 0 to
@@ -169,7 +173,7 @@ class Tabletop(gym.Env):
         """The front camera at 256 pixels, uint8 `[256, 256, 3]`, for videos."""
         return self._picture("front", 256)
 
-    def set_rendering(self, on: bool) -> None:  # noqa: FBT001
+    def set_rendering(self, on: bool) -> None:
         """Switch the cameras; while off, `step` returns black images."""
         self._rendering = on
 

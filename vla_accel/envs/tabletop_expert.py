@@ -1,7 +1,7 @@
 """A scripted expert for the tabletop simulator, which reads the simulator's state instead of pictures.
 
-Each verb is a function of the current state alone: which phase it is in follows from where things are. So the expert also
-recovers from whatever another policy did, and can label its states.
+Each verb is a function of the current state alone: which phase it is in follows from where things are. So the expert
+also recovers from whatever another policy did, and can label its states.
 Not here: units of actions and speed limits (`Tabletop.expert_action`).
 Usage: `delta, turn, close = expert_action("push", world, target=0)`.
 """

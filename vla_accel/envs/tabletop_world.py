@@ -5,8 +5,8 @@ Plain floats instead of arrays, which are faster at this size.
 Not here: tasks, observations, drawing.
 Usage: `world = World(blocks=[(0.1, 0.0)], tip=(0, 0, 0.2)); world.move((0.01, 0, 0), yaw=0.0, close=1.0)`.
 
-Frame: x forward, y left, z up, metres; the table top is z = 0, its centre the origin. The fingers are at +y and -y of the
-fingertip point at yaw 0.
+Frame: x forward, y left, z up, metres; the table top is z = 0, its centre the origin. At yaw 0 the fingers are at +y
+and -y of the fingertip point.
 """
 
 from __future__ import annotations
