@@ -6,7 +6,6 @@ Usage: `make_tiny_openvla("runs/tiny")`, then `load_vla("runs/tiny", torch.float
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -225,10 +224,8 @@ def make_tiny_openvla(
         model = OpenVLAForActionPrediction(config)
         init_for_training(model)
     processor = PrismaticProcessor(_image_processor(image_size, fused=fused), tokenizer)
-    folder = Path(folder)
     save_vla(model.to(dtype), processor, folder)
-    (folder / "dataset_statistics.json").write_text(json.dumps(statistics, indent=2) + "\n", encoding="utf-8")
-    return folder
+    return Path(folder)
 
 
 @torch.no_grad()
