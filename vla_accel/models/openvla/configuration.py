@@ -59,10 +59,11 @@ _TEXT_DEFAULTS: dict[str, Any] = {
 }
 _ROPE_THETA = 10000.0
 
+_CHUNK = {False: 1, True: 8}  # environment steps per decision, by whether decoding is parallel
+
 # Our own keys and the behaviour of the original base model.
 _OWN_DEFAULTS: dict[str, Any] = {
     "action_decoding": "autoregressive",
-    "num_actions_chunk": 1,
     "append_stop_token": True,
     "num_images_in_input": 1,
     "use_proprio": False,
@@ -83,7 +84,8 @@ class OpenVLAConfig(PretrainedConfig):
         norm_stats: statistics of the action and state spaces, per data set.
         action_decoding: `"autoregressive"` (OpenVLA: one token after the other, causal attention) or `"parallel"`
             (OpenVLA-OFT: all tokens of a chunk in one pass, bidirectional attention).
-        num_actions_chunk: K, environment steps per decision; 1 for OpenVLA, 8 for OpenVLA-OFT on LIBERO.
+        num_actions_chunk: K, environment steps per decision; None for 1 (autoregressive) or 8 (parallel, what
+            OpenVLA-OFT is trained with on LIBERO). Original folders do not say.
         action_dim: A; None to take it from `norm_stats`, or 7 where they do not say.
         append_stop_token: parallel only: end the sequence with the end-of-sequence token, as the original does.
         num_images_in_input: cameras per observation.
@@ -120,7 +122,7 @@ class OpenVLAConfig(PretrainedConfig):
         norm_stats: dict[str, Any] | None = None,
         n_action_bins: int = 256,
         action_decoding: str = "autoregressive",
-        num_actions_chunk: int = 1,
+        num_actions_chunk: int | None = None,
         action_dim: int | None = None,
         append_stop_token: bool = True,
         num_images_in_input: int = 1,
@@ -148,7 +150,7 @@ class OpenVLAConfig(PretrainedConfig):
         self.norm_stats = norm_stats
         self.n_action_bins = n_action_bins
         self.action_decoding = action_decoding
-        self.num_actions_chunk = num_actions_chunk
+        self._own_chunk = num_actions_chunk
         self.append_stop_token = append_stop_token
         self.num_images_in_input = num_images_in_input
         self.use_proprio = use_proprio
@@ -172,6 +174,15 @@ class OpenVLAConfig(PretrainedConfig):
     @action_dim.setter
     def action_dim(self, value: int | None) -> None:
         self._own_action_dim = value
+
+    @property
+    def num_actions_chunk(self) -> int:
+        """K, environment steps per decision: as configured, else 8 for parallel decoding, else 1."""
+        return _CHUNK[self.is_parallel] if self._own_chunk is None else self._own_chunk
+
+    @num_actions_chunk.setter
+    def num_actions_chunk(self, value: int | None) -> None:
+        self._own_chunk = value
 
     @property
     def num_action_tokens(self) -> int:
@@ -220,7 +231,8 @@ class OpenVLAConfig(PretrainedConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration as the original `config.json` writes it."""
-        data = {key: value for key, value in self.__dict__.items() if key not in _hidden_keys()}
+        derived = {"dtype", "tie_word_embeddings", "text_config"}
+        data = {key: x for key, x in self.__dict__.items() if not key.startswith("_") and key not in derived}
         # Keys that only this library's base class invents are left out while they have their default.
         for key, default in PretrainedConfig().to_dict().items():
             if key in data and data[key] == default:
@@ -229,6 +241,8 @@ class OpenVLAConfig(PretrainedConfig):
             del data[key]
         if self._own_action_dim is not None and self._own_action_dim != _action_dim_of(self.norm_stats):
             data["action_dim"] = self._own_action_dim
+        if self._own_chunk is not None and self._own_chunk != _CHUNK[self.is_parallel]:
+            data["num_actions_chunk"] = self._own_chunk
         for key in ("norm_stats", "timm_model_kwargs"):
             if data.get(key) is None:
                 data.pop(key, None)
@@ -242,14 +256,6 @@ class OpenVLAConfig(PretrainedConfig):
     def to_diff_dict(self) -> dict[str, Any]:
         """Same as `to_dict`: the original form is already the short one."""
         return self.to_dict()
-
-
-def _hidden_keys() -> set[str]:
-    """Attributes that are not keys of a `config.json`."""
-    internal = {"_own_action_dim", "_name_or_path", "_attn_implementation_internal", "_experts_implementation_internal"}
-    internal |= {"_commit_hash", "_output_attentions", "_attn_implementation", "_experts_implementation"}
-    internal |= {"_post_init_done", "_auto_class"}
-    return internal | {"dtype", "tie_word_embeddings", "text_config"}
 
 
 def _vision_backbone(name: str, timm_model_ids: list[str] | None) -> tuple[list[str], int, list[str | None]]:

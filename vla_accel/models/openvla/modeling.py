@@ -26,6 +26,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from vla_accel.models.openvla.configuration import OpenVLAConfig
+from vla_accel.models.openvla.layout import after_first, append, pads_after_first
 from vla_accel.models.openvla.vision import PatchProjector, ProprioProjector, VisionBackbone
 
 _IGNORED = -100  # label of a position without a target
@@ -85,6 +86,20 @@ class OpenVLAForActionPrediction(PreTrainedModel):
         """Replace the language model's head."""
         self.language_model.lm_head = new_embeddings
 
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Recompute the Llama's layers and the towers' blocks in the backward pass instead of storing them.
+
+        Args:
+            gradient_checkpointing_kwargs: of `torch.utils.checkpoint.checkpoint`; None for `use_reentrant=False`,
+                the variant that works where the inputs need no gradient (LoRA, frozen embeddings).
+            **kwargs: passed on to the library.
+        """
+        # Newer releases warn about this method's name; the one behind it is the same.
+        enable = getattr(self, "_activation_checkpointing_enable", super().gradient_checkpointing_enable)
+        enable(gradient_checkpointing_kwargs or {"use_reentrant": False}, **kwargs)
+
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -128,15 +143,14 @@ class OpenVLAForActionPrediction(PreTrainedModel):
         image = self._image_tokens(pixel_values, proprio, language=self._language(text, language_mask))
         kept = torch.ones(image.shape[:2], dtype=attention_mask.dtype, device=attention_mask.device)
         if labels is not None:
-            labels = _after_first(labels, kept.to(labels.dtype) * _IGNORED)
+            labels = after_first(labels, kept.to(labels.dtype) * _IGNORED)
         with self._recomputing_layers(cached=False):
             return self.language_model(
-                inputs_embeds=_after_first(text, image),
-                attention_mask=_after_first(attention_mask, kept),
+                inputs_embeds=after_first(text, image),
                 labels=labels,
                 output_hidden_states=output_hidden_states,
                 use_cache=False,
-                **({"is_causal": False} if self.config.is_parallel else {}),
+                **self._attention(after_first(attention_mask, kept), text.dtype),
                 **kwargs,
             )
 
@@ -169,12 +183,12 @@ class OpenVLAForActionPrediction(PreTrainedModel):
         last = embeds.shape[1] - 1
         if self.config.is_parallel:
             num_units = self.config.num_action_tokens
-            embeds, mask = _append(embeds, mask, self._placeholders(embeds))
+            embeds, mask = append(embeds, mask, self._placeholders(embeds))
         elif action_ids is None:
             raise ValueError("action_ids must be given to score actions of a model that decodes autoregressively.")
         else:
             num_units = action_ids.shape[1]
-            embeds, mask = _append(embeds, mask, self.get_input_embeddings()(action_ids[:, :-1]))
+            embeds, mask = append(embeds, mask, self.get_input_embeddings()(action_ids[:, :-1]))
         return self._hidden(embeds, mask)[:, last : last + num_units]
 
     def action_logits(self, states: torch.Tensor) -> torch.Tensor:
@@ -227,7 +241,7 @@ class OpenVLAForActionPrediction(PreTrainedModel):
         states, ids = [], []
         for _ in range(self.config.num_action_tokens):
             if ids:
-                embeds, mask = _append(None, mask, self.get_input_embeddings()(ids[-1].unsqueeze(1)))
+                embeds, mask = append(None, mask, self.get_input_embeddings()(ids[-1].unsqueeze(1)))
             states.append(self._hidden(embeds, mask, cache=cache)[:, -1])
             ids.append(begin + choose(self.action_logits(states[-1])))
         return torch.stack(states, dim=1), torch.stack(ids, dim=1)
@@ -293,29 +307,40 @@ class OpenVLAForActionPrediction(PreTrainedModel):
         proprio: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Embeddings `[B, S, hidden]` and mask `[B, S]` of everything before the actions, pads after the images."""
-        order = _pads_after_first(attention_mask)
+        order = pads_after_first(attention_mask)
         input_ids, attention_mask = input_ids.gather(1, order), attention_mask.gather(1, order)
         text = self.get_input_embeddings()(input_ids)
         stop = self._stop_embedding(text.shape[0])
-        spoken = (text, attention_mask) if stop is None else _append(text, attention_mask, stop)
+        spoken = (text, attention_mask) if stop is None else append(text, attention_mask, stop)
         image = self._image_tokens(pixel_values, proprio, language=self._language(spoken[0], spoken[1].bool()))
         kept = torch.ones(image.shape[:2], dtype=attention_mask.dtype, device=attention_mask.device)
-        return _after_first(text, image), _after_first(attention_mask, kept)
+        return after_first(text, image), after_first(attention_mask, kept)
 
     def _hidden(self, embeds: torch.Tensor, mask: torch.Tensor, *, cache: DynamicCache | None = None) -> torch.Tensor:
         """Final-norm hidden states of `embeds` `[B, S, hidden]`; `mask` `[B, cached + S]` covers the cache too."""
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -embeds.shape[1] :]
-        options: dict[str, Any] = {_CACHE: cache} if cache is not None else {}
-        if self.config.is_parallel:
-            options["is_causal"] = False
+        options = self._attention(mask, embeds.dtype)
+        if cache is not None:
+            options[_CACHE] = cache
         with self._recomputing_layers(cached=cache is not None):
             return self.language_model.model(
-                inputs_embeds=embeds,
-                attention_mask=mask,
-                position_ids=positions,
-                use_cache=cache is not None,
-                **options,
+                inputs_embeds=embeds, position_ids=positions, use_cache=cache is not None, **options
             ).last_hidden_state
+
+    def _attention(self, mask: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
+        """The Llama's arguments that say who sees whom; `mask` int64 `[B, S]`, 1 = token.
+
+        Autoregressive: every token sees the tokens before it. Parallel: every token sees every token. Only flash
+        attention follows `is_causal` in every supported release; the others are given the whole mask.
+        """
+        if not self.config.is_parallel:
+            return {"attention_mask": mask}
+        kind = self.language_model.config._attn_implementation
+        if kind in ("sdpa", "eager"):
+            mask = mask.bool()[:, None, None, :].expand(-1, 1, mask.shape[1], -1)
+        if kind == "eager":
+            mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+        return {"attention_mask": mask, "is_causal": False}
 
     @contextmanager
     def _recomputing_layers(self, *, cached: bool) -> Iterator[None]:
@@ -334,22 +359,3 @@ class OpenVLAForActionPrediction(PreTrainedModel):
         finally:
             for layer, training in zip(layers, before, strict=True):
                 layer.training = training
-
-
-def _pads_after_first(mask: torch.Tensor) -> torch.Tensor:
-    """Column order int64 `[B, L]` that puts each row's first real token first, then its pads, then the rest."""
-    mask = mask.long()
-    is_first = (mask.cumsum(1) == 1) & (mask == 1)
-    return torch.argsort(mask - 2 * is_first.long(), dim=1, stable=True)
-
-
-def _after_first(columns: torch.Tensor, inserted: torch.Tensor) -> torch.Tensor:
-    """Insert `[B, I, ...]` after column 0 of `[B, L, ...]`."""
-    return torch.cat([columns[:, :1], inserted, columns[:, 1:]], dim=1)
-
-
-def _append(embeds: torch.Tensor | None, mask: torch.Tensor, tail: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Append real tokens `[B, I, hidden]` to embeddings (None: return the tail alone) and extend the mask."""
-    ones = torch.ones(tail.shape[:2], dtype=mask.dtype, device=mask.device)
-    joined = tail if embeds is None else torch.cat([embeds, tail.to(embeds.dtype)], dim=1)
-    return joined, torch.cat([mask, ones], dim=1)
