@@ -70,6 +70,9 @@ class ActionChunk(gym.Wrapper):
         env: an environment with a flat `Box` action space `[A]`.
         chunk_size: K.
 
+    Attributes:
+        frames: None, or a list that gets `env.render()` after each executed step, for films.
+
     Raises:
         ValueError: if `chunk_size` is less than 1 or the action space is no flat `Box`.
     """
@@ -82,6 +85,7 @@ class ActionChunk(gym.Wrapper):
         if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
             raise ValueError(f"ActionChunk needs a Box action space of shape [A], got {space}")
         self.chunk_size = chunk_size
+        self.frames: list[np.ndarray] | None = None
         low, high = (np.tile(bound, (chunk_size, 1)) for bound in (space.low, space.high))
         self.action_space = gym.spaces.Box(low, high, dtype=space.dtype)
         switchable = chunk_size > 1 and env.has_wrapper_attr("set_rendering")
@@ -108,6 +112,8 @@ class ActionChunk(gym.Wrapper):
             if self._set_rendering and executed == self.chunk_size:
                 self._set_rendering(True)
             obs, reward, terminated, truncated, info = self.env.step(row)
+            if self.frames is not None:
+                self.frames.append(self.env.render())
             total += float(reward)
             success = success or bool(info["success"])
             if terminated or truncated:
