@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import PartialState
 from accelerate.utils import (
     DistributedType,
     FullyShardedDataParallelPlugin,
@@ -77,8 +77,8 @@ def make_accelerator(
     precision = _choose_precision(mixed_precision, cpu=cpu)
     plugin = _make_fsdp_plugin(precision, shard_units, cpu=cpu) if _env_flag("ACCELERATE_USE_FSDP") else None
     timeout = timedelta(seconds=timeout_s)
-    if plugin is not None and cpu and "LOCAL_RANK" not in os.environ and not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    if plugin is not None and cpu:
+        _shard_on_cpu(plugin, timeout)
     accelerator = Accelerator(
         mixed_precision=precision,
         gradient_accumulation_steps=gradient_accumulation_steps,
@@ -88,8 +88,6 @@ def make_accelerator(
         project_dir=project_dir,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
     )
-    if plugin is not None and cpu:
-        _shard_on_cpu(accelerator, plugin)
     _check_accelerator(accelerator, gradient_accumulation_steps)
     return accelerator
 
@@ -144,17 +142,25 @@ def _make_fsdp_plugin(precision: str, shard_units: Sequence[str], *, cpu: bool) 
     return plugin
 
 
-def _shard_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
-    """Tell Accelerate that these CPU processes shard, which it believes of accelerator devices only."""
-    for state in (PartialState, AcceleratorState):
-        state._shared_state["distributed_type"] = DistributedType.FSDP
-        state._shared_state["device"] = torch.device("cpu")
-    AcceleratorState._shared_state["fsdp_plugin"] = plugin
-    if accelerator.distributed_type != DistributedType.FSDP:
-        raise RuntimeError("This version of Accelerate does not shard on a CPU: its shared state did not take FSDP.")
+def _shard_on_cpu(plugin: FullyShardedDataParallelPlugin, timeout: timedelta) -> None:
+    """Tell Accelerate that these CPU processes shard, which it believes of accelerator devices only.
+
+    Its states share one dict, filled here before the accelerator reads it.
+    """
+    if "LOCAL_RANK" not in os.environ and not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    PartialState(cpu=True, timeout=timeout)
+    PartialState._shared_state.update(
+        distributed_type=DistributedType.FSDP, device=torch.device("cpu"), fsdp_plugin=plugin
+    )
 
 
 def _check_accelerator(accelerator: Accelerator, gradient_accumulation_steps: int) -> None:
+    if _env_flag("ACCELERATE_USE_FSDP") and accelerator.distributed_type != DistributedType.FSDP:
+        raise RuntimeError(
+            f"The preset asks for FSDP but Accelerate runs {accelerator.distributed_type.value}. "
+            "Create this accelerator before any other."
+        )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != launched:
         raise RuntimeError(
