@@ -161,7 +161,8 @@ class PrismaticProcessor:
         """
         if isinstance(tasks, str) or len(tasks) == 0:
             raise ValueError(f"encode takes a list of at least one task, got {tasks!r}")
-        rows = [ids if ids[-1] == self.space_id else [*ids, self.space_id] for ids in self._tokenize(tasks)]
+        prompts = self._tokenize([self.prompt(task) for task in tasks])
+        rows = [ids if ids[-1] == self.space_id else [*ids, self.space_id] for ids in prompts]
         longest = max(map(len, rows))
         if length is not None and longest > length:
             raise ValueError(f"length must hold the longest prompt ({longest} tokens), got {length}; raise it")
