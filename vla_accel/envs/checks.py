@@ -104,7 +104,7 @@ def _episode(env: gym.Env, steps: int) -> Iterator[str]:
         shown = int(record[0]["observation"]["task_id"])
         if shown != options["task_id"]:
             yield f"reset must obey options: asked for task_id {options['task_id']}, the observation shows {shown}"
-        yield from _records(env, record)
+    yield from _records(env, records[0] + records[1])
     if not _equal(records[0], records[2]):
         yield "equal seed, options and actions must give equal episodes; seed every source of randomness in reset"
 

@@ -51,7 +51,7 @@ _SPREAD = 0.17  # blocks start within +-_SPREAD
 _APART = 0.12  # between the centres of two blocks at the start
 _CLEAR = 0.07  # between a block and the point below the gripper at the start
 _WRIST_HEIGHT, _WRIST_FOV = 0.22, 66.0
-_FINGER_HEIGHT, _FINGER_DEPTH = 0.045, 0.012  # slim, so that they hide little
+_FINGER_HEIGHT, _FINGER_DEPTH = 0.045, 0.009  # slim, so that they hide little
 _FRONT = Camera.look_at((-0.66, 0.0, 0.64), (-0.01, 0.0, 0.07), fov=46.0)
 _DARK, _METAL = (44, 46, 52), (104, 108, 116)
 
@@ -230,9 +230,8 @@ class Tabletop(gym.Env):
         ]
         shadows = [_shadow(block.x, block.y, block.z - HALF_BLOCK, HALF_BLOCK) for block in world.blocks]
         for fx, fy in world.fingers():
-            boxes.append(
-                Box((fx, fy, z + _FINGER_HEIGHT / 2), (0.009, HALF_FINGER, _FINGER_HEIGHT / 2), world.yaw, _DARK)
-            )
+            half = (_FINGER_DEPTH / 2, HALF_FINGER, _FINGER_HEIGHT / 2)
+            boxes.append(Box((fx, fy, z + _FINGER_HEIGHT / 2), half, world.yaw, _DARK))
             shadows.append(_shadow(fx, fy, z, 0.008))
         if name == "wrist":
             camera = Camera.look_down((x, y, z + _WRIST_HEIGHT), fov=_WRIST_FOV)

@@ -1,6 +1,7 @@
 """The world of the tabletop simulator: blocks, a two-finger gripper, and how the one moves the other.
 
-Kinematic: nothing has mass, a free block lies on the table, a pushed block moves exactly as far as it must.
+Kinematic: nothing has mass, a free block lies on the table, a pushed block moves exactly as far as it must, and the
+table has an invisible rim.
 Plain floats instead of arrays, which are faster at this size.
 Not here: tasks, observations, drawing.
 Usage: `world = World(blocks=[(0.1, 0.0)], tip=(0, 0, 0.2)); world.move((0.01, 0, 0), yaw=0.0, close=1.0)`.
@@ -26,9 +27,9 @@ OPEN = 0.04
 """Distance of each finger's inner face from the fingertip point when fully open."""
 FINGER_SPEED = 0.02
 """How far each finger travels in one step at full command."""
-HALF_FINGER = 0.006
+HALF_FINGER = 0.004
 
-_CONTACT = 0.03  # between a block's centre and a finger's: closer, and the block gives way
+_CONTACT = 0.03  # between the centres of a block and of a finger: closer, and the block gives way
 _OVER = 0.026  # a descending finger this close to a block's centre lands on its top
 _BLOCK_GAP = 0.043  # between the centres of two blocks
 _GRIP_DEPTH = 0.018  # how far off the fingers' plane a block may be to lie between them
@@ -135,12 +136,17 @@ class World:
             if closing and room <= 1e-9:
                 self.width, self.held = HALF_BLOCK, block
             return
-        for x, y in self.fingers():
-            dx, dy = block.x - x, block.y - y
-            distance = math.hypot(dx, dy)
-            if distance < _CONTACT:
-                push = (_CONTACT - distance) / distance if distance > 1e-9 else 0.0
-                self._shift(block, dx * push, dy * push)
+        reach = self.width + HALF_FINGER
+        # Fingers too close for a block to fit between push like one flat bar, so it moves straight ahead.
+        bar = [min(max(along, -reach), reach)] if self.width < HALF_BLOCK else [-reach, reach]
+        for nearest in bar:
+            distance = math.hypot(across, along - nearest)
+            if 1e-9 < distance < _CONTACT:
+                push = (_CONTACT - distance) / distance
+                da, db = across * push, (along - nearest) * push
+                left = self._shift(block, cos * da - sin * db, sin * da + cos * db)
+                self.tip[0] -= left[0]
+                self.tip[1] -= left[1]
 
     def _carry(self, travel: list[float], width: float) -> None:
         """Take the held block along; let go when the fingers open."""
@@ -152,13 +158,14 @@ class World:
             self.held, block.z = None, HALF_BLOCK
             self._shift(block, 0.0, 0.0)
 
-    def _shift(self, block: Block, dx: float, dy: float) -> None:
-        """Move a block over the table, and the blocks it runs into."""
+    def _shift(self, block: Block, dx: float, dy: float) -> tuple[float, float]:
+        """Move a block over the table, and the blocks it runs into; returns what the rim kept it from."""
         edge = HALF_TABLE - HALF_BLOCK
-        block.x = min(max(block.x + dx, -edge), edge)
-        block.y = min(max(block.y + dy, -edge), edge)
+        wanted = (block.x + dx, block.y + dy)
+        block.x, block.y = (min(max(value, -edge), edge) for value in wanted)
+        left = (wanted[0] - block.x, wanted[1] - block.y)
         if block.z - HALF_BLOCK >= BLOCK_TOP:
-            return
+            return left
         for other in self.blocks:
             dx, dy = other.x - block.x, other.y - block.y
             distance = math.hypot(dx, dy)
@@ -166,3 +173,4 @@ class World:
                 push = (_BLOCK_GAP - distance) / distance
                 other.x = min(max(other.x + dx * push, -edge), edge)
                 other.y = min(max(other.y + dy * push, -edge), edge)
+        return left
