@@ -1,0 +1,299 @@
+"""Reading and writing PI0 checkpoints: LeRobot's folders and those converted by openpi. Strict: nothing is guessed.
+
+Not here: the model (`modeling.py`) and the processor files (`files.py`).
+Usage: `model, processor = load_pi0(folder, dtype="bfloat16", device="cuda")`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vla_accel.models.pi0.configuration import ACTION_KEY, SIDE_FILE, STATE_KEY, Pi0Config
+from vla_accel.models.pi0.files import find_norm_stats, read_norm_stats
+from vla_accel.models.pi0.modeling import Pi0Model
+from vla_accel.models.pi0.processing import Pi0Processor
+
+WEIGHTS = "model.safetensors"
+ROOTS = ("paligemma_with_expert.", "state_proj.", "action_", "time_mlp_")
+VLM_HEAD = "paligemma_with_expert.paligemma.lm_head.weight"
+EXPERT_HEAD = "paligemma_with_expert.gemma_expert.lm_head.weight"
+EMBEDDING = "paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"
+# Kept in float32 when the rest is bfloat16: the image path, every norm, and the small projections around the expert.
+FLOAT32_PARTS = ("vision_tower", "multi_modal_projector", "input_layernorm", "post_attention_layernorm", "model.norm")
+# Data sets whose openpi configurations make the model predict some actions relative to the state.
+RELATIVE_ASSETS = {("pi0", "physical-intelligence/libero"), ("pi0", "trossen"), ("pi05", "trossen")}
+# openpi's PI0.5 configuration for this data set leaves the state out of the prompt.
+STATELESS_ASSETS = {("pi05", "physical-intelligence/libero")}
+
+
+def load_pi0(
+    path: str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str = "cpu",
+    expert_dtype: torch.dtype | str | None = None,
+    tokenizer: Any = None,
+    statistics: dict[str, dict[str, Any]] | None = None,
+    asset_id: str | None = None,
+    relative_actions: bool | None = None,
+    constant_dims: str = "error",
+    **overrides: Any,
+) -> tuple[Pi0Model, Pi0Processor]:
+    """Load a PI0 or PI0.5 checkpoint and its processor.
+
+    Args:
+        path: a LeRobot folder, a folder converted by openpi, or the hub name of either.
+        dtype: of the weights. None: as the checkpoint says. In bfloat16 the parts of `FLOAT32_PARTS` stay float32.
+        device: where to.
+        expert_dtype: of the action expert; float32 keeps exact master weights of what RL trains. None: `dtype`.
+        tokenizer: a tokenizer, a folder with one or a hub name. None: the one in the folder.
+        statistics: feature -> statistic -> `[dim]`, instead of the checkpoint's.
+        asset_id: openpi only, which of several statistics.
+        relative_actions: openpi only, whether the actions are relative to the state; its folders do not say. None:
+            as its configuration for that data set.
+        constant_dims: `"error"`, `"unit"` or `"exact"`, for dimensions that never moved in the data.
+        **overrides: fields of `Pi0Config`.
+
+    Returns:
+        The model, in eval mode, and its processor.
+
+    Raises:
+        ValueError: the folder is another model's, an older layout, incomplete or inconsistent; the message says which.
+    """
+    folder = resolve_folder(path)
+    config = read_config(folder, asset_id=asset_id, relative_actions=relative_actions, **overrides)
+    options = {"tokenizer": tokenizer, "statistics": statistics, "asset_id": asset_id, "constant_dims": constant_dims}
+    processor = Pi0Processor.from_pretrained(folder, config=config, **options)
+    model = load_model(folder, config=config, dtype=dtype, device=device, expert_dtype=expert_dtype)
+    return model, processor
+
+
+def resolve_folder(path: str | Path) -> Path:
+    """A local folder as it is; a hub name `owner/name` downloaded (weights, JSON, tokenizer)."""
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or folder.parent.is_dir():
+        raise ValueError(f"The checkpoint must be a folder or a hub name owner/name, but {str(path)!r} is neither.")
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.model", "tokenizer/*", "assets/*"]
+    return Path(snapshot_download(str(path), allow_patterns=patterns))
+
+
+def read_config(
+    folder: Path, *, asset_id: str | None = None, relative_actions: bool | None = None, **overrides: Any
+) -> Pi0Config:
+    """Read the configuration of a checkpoint folder; arguments as in `load_pi0`."""
+    path = folder / "config.json"
+    if not path.is_file():
+        hint = " It holds a LoRA adapter: merge it first." if (folder / "adapter_config.json").is_file() else ""
+        raise ValueError(f"{folder.name} is not a PI0 checkpoint: it has no config.json.{hint}")
+    raw = json.loads(path.read_text())
+    side = json.loads((folder / SIDE_FILE).read_text()) if (folder / SIDE_FILE).is_file() else {}
+    if {"action_dim", "action_horizon"} <= raw.keys():
+        config = _openpi_config(folder, raw, asset_id=asset_id, relative_actions=relative_actions, overrides=overrides)
+    elif "type" in raw:
+        if relative_actions:
+            raise ValueError("relative_actions must not be true: such checkpoints are not supported.")
+        config = Pi0Config.from_lerobot(raw, side)
+    else:
+        raise ValueError(
+            f"config.json of {folder.name} is neither LeRobot's (it has no 'type') nor openpi's (no 'action_horizon'); "
+            f"its model_type is {raw.get('model_type')!r}."
+        )
+    if not overrides:
+        return config
+    fields = config.to_dict()
+    for name in overrides:
+        if name not in fields:
+            known = ", ".join(sorted(Pi0Config.__init__.__kwdefaults__))
+            raise ValueError(f"Unknown option {name!r} of a PI0 checkpoint; known are {known}.")
+    return Pi0Config.from_dict({**fields, **overrides})
+
+
+def _openpi_config(
+    folder: Path,
+    raw: dict[str, Any],
+    *,
+    asset_id: str | None,
+    relative_actions: bool | None,
+    overrides: dict[str, Any],
+) -> Pi0Config:
+    keys = {_rename(key, "pi05") for file in weight_files(folder) for key in _keys(file)}
+    variant = "pi0" if "state_proj.weight" in keys else "pi05"
+    values, found = {}, find_norm_stats(folder, asset_id)
+    if relative_actions or (found and relative_actions is None and (variant, found[0]) in RELATIVE_ASSETS):
+        raise ValueError(
+            f"{folder.name}: openpi trains {variant} on {found[0] if found else 'this data'!r} to predict actions "
+            "relative to the state, which is not supported. "
+            "If this checkpoint was trained on absolute actions, pass relative_actions=False."
+        )
+    if found:
+        stats = read_norm_stats(found[1])
+        state, action = (len(next(iter(stats[key].values()))) for key in (STATE_KEY, ACTION_KEY))
+        values["output_features"] = {ACTION_KEY: {"type": "ACTION", "shape": [action]}}
+        values["state_in_prompt"] = (variant, found[0]) not in STATELESS_ASSETS
+        default = Pi0Config(variant=variant).input_features
+        values["input_features"] = {**default, STATE_KEY: {"type": "STATE", "shape": [state]}}
+    sizes = {name: overrides[name] for name in ("vision", "vlm", "expert") if name in overrides}
+    return Pi0Config.from_openpi(raw, variant=variant, **values, **sizes)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, whole or in shards."""
+    index = folder / f"{WEIGHTS}.index.json"
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else [WEIGHTS]
+    for name in names:
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder.name} has no {name}.")
+    return [folder / name for name in names]
+
+
+def _keys(file: Path) -> list[str]:
+    with safe_open(file, "pt") as reader:
+        return list(reader.keys())
+
+
+def _rename(key: str, variant: str) -> str:
+    """A checkpoint's name of a tensor to ours."""
+    bare = key.removeprefix("model.")
+    key = bare if bare.startswith(ROOTS) else key
+    key = re.sub(r"\.vision_tower\.(?!vision_model\.)", ".vision_tower.vision_model.", key)
+    return re.sub(r"^time_mlp_", "action_time_mlp_", key) if variant == "pi0" else key
+
+
+def read_weights(folder: Path, variant: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield our names and the tensors, one at a time; the unused language-model heads are left out.
+
+    The embedding is `embed_tokens` where the file has it; the head, to which it is tied in base models, elsewhere:
+    after full fine-tuning the two differ and the head is stale.
+    """
+    files = weight_files(folder)
+    names = {key: _rename(key, variant) for file in files for key in _keys(file)}
+    for key in names:
+        if "normalize_inputs." in key or ".paligemma.language_model." in key:
+            raise ValueError(
+                f"{folder.name} has the layout that LeRobot used before October 2025 ({key}). "
+                "Convert it with LeRobot's migration script first."
+            )
+    if len(set(names.values())) < len(names):
+        raise ValueError(f"{folder.name}: some weights appear twice under two layouts' names.")
+    embedded = EMBEDDING in names.values()
+    for file in files:
+        with safe_open(file, "pt") as reader:
+            for key in reader.keys():  # noqa: SIM118
+                name = names[key]
+                if name == VLM_HEAD and not embedded:
+                    yield EMBEDDING, reader.get_tensor(key)
+                elif name not in (VLM_HEAD, EXPERT_HEAD):
+                    yield name, reader.get_tensor(key)
+
+
+def parameter_dtype(name: str, dtype: torch.dtype, expert_dtype: torch.dtype | None = None) -> torch.dtype:
+    """The dtype of one parameter in a model of `dtype`."""
+    if not name.startswith("paligemma_with_expert.") or any(part in name for part in FLOAT32_PARTS):
+        return torch.float32
+    return expert_dtype if expert_dtype is not None and ".gemma_expert." in name else dtype
+
+
+def load_model(
+    folder: str | Path,
+    *,
+    config: Pi0Config | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str = "cpu",
+    expert_dtype: torch.dtype | str | None = None,
+    **auto: Any,
+) -> Pi0Model:
+    """Load the weights alone; arguments as in `load_pi0`. Also what `AutoModel.from_pretrained` calls.
+
+    Raises:
+        ValueError: weights are missing, left over or of another shape.
+    """
+    ignored = {"trust_remote_code", "adapter_kwargs", "revision", "local_files_only", "token", "_from_auto"}
+    if set(auto) - ignored:
+        raise ValueError(f"Unknown options of a PI0 model: {', '.join(sorted(set(auto) - ignored))}.")
+    folder = resolve_folder(folder)
+    config = config or read_config(folder)
+    base = _dtype(dtype if dtype is not None else config.precision)
+    expert = None if expert_dtype is None else _dtype(expert_dtype)
+    with torch.device("meta"):
+        model = Pi0Model(config)
+    wanted = {name: parameter.shape for name, parameter in model.named_parameters()}
+    found, left_over = {}, []
+    for name, tensor in read_weights(folder, config.variant):
+        if name not in wanted:
+            left_over.append(name)
+        elif tensor.shape != wanted[name]:
+            raise ValueError(
+                f"{folder.name}: {name} must have the shape {list(wanted[name])} that config.json implies, "
+                f"but has {list(tensor.shape)}."
+            )
+        else:
+            found[name] = tensor.to(device=device, dtype=parameter_dtype(name, base, expert))
+    missing = sorted(wanted.keys() - found.keys())
+    if missing or left_over:
+        raise ValueError(
+            f"{folder.name} does not fit a {config.variant} model: {len(missing)} weights are missing "
+            f"({', '.join(missing[:3])}), {len(left_over)} are left over ({', '.join(left_over[:3])})."
+        )
+    model.load_state_dict(found, assign=True)
+    return model.eval()
+
+
+def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    resolved = names.get(str(dtype).removeprefix("torch."))
+    if resolved is None:
+        raise ValueError(f"dtype must be float32 or bfloat16, but is {dtype!r}.")
+    return resolved
+
+
+def save_model(
+    model: Pi0Model,
+    folder: str | Path,
+    *,
+    state_dict: dict[str, Tensor] | None = None,
+    is_main_process: bool = True,
+) -> None:
+    """Write `config.json`, the side file and `model.safetensors` as LeRobot's `save_pretrained` names them.
+
+    LeRobot builds two language-model heads that nothing reads and complains when they are absent: the first is
+    written as a copy of the embedding, the second as zeros.
+
+    Args:
+        model: whose configuration to write.
+        folder: made where it does not exist.
+        state_dict: full weights, where the model holds shards. None: the model's.
+        is_main_process: False writes nothing.
+
+    Raises:
+        ValueError: `state_dict` has other entries than the model.
+    """
+    if not is_main_process:
+        return
+    folder = Path(folder)
+    weights = dict(state_dict if state_dict is not None else model.state_dict())
+    expected = set(model.state_dict())
+    if weights.keys() != expected:
+        raise ValueError(
+            f"state_dict must have the model's {len(expected)} entries, but differs in "
+            f"{', '.join(sorted(weights.keys() ^ expected)[:3])}. Merge adapters before saving."
+        )
+    embedding = weights[EMBEDDING]
+    model.config.precision = str(embedding.dtype).removeprefix("torch.")
+    model.config.save_pretrained(folder)
+    weights[VLM_HEAD] = embedding.clone()
+    weights[EXPERT_HEAD] = torch.zeros(len(embedding), model.config.expert["width"], dtype=embedding.dtype)
+    tensors = {f"model.{name}": tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
