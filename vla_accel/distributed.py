@@ -31,6 +31,8 @@ from accelerate.utils import (
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 
+from vla_accel.roll_call import Watch
+
 try:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 except ImportError:  # torch < 2.6
@@ -62,7 +64,8 @@ def make_accelerator(
         mixed_precision: `"no"` or `"bf16"`; None takes the preset's, and falls back to `"no"` on a CPU without bf16
             units (where bf16 is slower than float32).
         gradient_accumulation_steps: backward passes per optimizer step that Accelerate counts.
-        timeout_s: seconds after which a collective that not every rank has joined fails.
+        timeout_s: seconds after which a collective that not every rank has joined fails, and after which a rank that
+            gives no sign of life ends the others.
         log_with: names of Accelerate's trackers.
         project_dir: folder for trackers and checkpoints.
         shard_units: layer class names that FSDP wraps one by one, used where the preset names none.
@@ -89,6 +92,7 @@ def make_accelerator(
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
     )
     _check_accelerator(accelerator, gradient_accumulation_steps)
+    Watch.start(timeout_s=timeout_s)
     return accelerator
 
 

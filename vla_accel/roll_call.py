@@ -1,49 +1,196 @@
-"""Which ranks are here: agreement through the process group's store, without a collective.
+"""Which ranks are here: agreement and signs of life through the process group's store, without a collective.
 
-A collective that one rank does not join hangs; a store can be asked who is missing.
+A collective that one rank does not join hangs or fails with the address of a socket; a store can be asked who is
+missing. `meet` gathers the ranks before they depend on each other, and a `Watch` notices those that are gone.
 
 Not here: sums and decisions over ranks, which are collectives (`distributed.py`).
-Usage: `meet("enter rollout_mode", timeout_s=60)`.
+Usage: `meet("enter rollout_mode", timeout_s=60)`; `Watch.start(timeout_s=1800)` once per process.
 """
 
 from __future__ import annotations
 
+import atexit
 import itertools
+import os
+import socket
+import sys
+import threading
 import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
-_MEETINGS = itertools.count()
+BEAT_S = 1.0
+"""Seconds between a rank's signs of life."""
+
+_meetings = itertools.count()
 
 
-def meet(event: str, *, timeout_s: float) -> None:
+def meet(event: str, *, timeout_s: float, busy: str = "") -> None:
     """Wait until every rank is about to do `event`, without a collective.
 
-    Uses the process group's store, so a rank that is elsewhere gives an error instead of a hang. A no-op in a single
-    process. Call on every rank.
+    A rank that is elsewhere gives an error instead of a hang; one that is busy (`say_busy`) is waited for. A no-op in a
+    single process. Call on every rank.
+
+    Args:
+        event: what comes next, in words: `"enter rollout_mode"`.
+        timeout_s: seconds to wait for ranks that are not busy.
+        busy: what to enter as this rank's occupation once all have come; see `say_busy`.
 
     Raises:
-        RuntimeError: ranks that do not come within `timeout_s` seconds, or that are about to do something else.
+        RuntimeError: ranks that do not come, or that are about to do something else.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
-    meeting = next(_MEETINGS)
+    meeting = next(_meetings)
     keys = [f"vla_accel/meeting/{meeting}/{other}" for other in range(size)]
     store.set(keys[rank], event)
     deadline, pause = time.monotonic() + timeout_s, 0.001
     while not store.check(keys):
         if time.monotonic() > deadline:
             missing = [other for other, key in enumerate(keys) if not store.check([key])]
-            raise RuntimeError(
-                f"Rank {rank} waited {timeout_s:g} s to {event}, but ranks {missing} did not come. "
-                "Call it on every rank."
-            )
+            idle = [other for other in missing if not _occupation(store, other)]
+            if idle or not missing:
+                raise RuntimeError(
+                    f"Rank {rank} waited {timeout_s:g} s to {event}, but ranks {idle} did not come. "
+                    "Call it on every rank."
+                )
+            deadline = time.monotonic() + timeout_s
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
-    others = {other: store.get(key).decode() for other, key in enumerate(keys)}
-    if set(others.values()) != {event}:
-        elsewhere = {other: what for other, what in others.items() if what != event}
-        raise RuntimeError(f"Rank {rank} is about to {event}, but others do something else: {elsewhere}.")
+    events = {other: store.get(key).decode() for other, key in enumerate(keys)}
+    elsewhere = {other: what for other, what in events.items() if what != event}
+    if elsewhere:
+        raise RuntimeError(f"Rank {rank} is about to {event}, but ranks are elsewhere: {elsewhere}.")
     if meeting:
         store.delete_key(f"vla_accel/meeting/{meeting - 1}/{rank}")
+    say_busy(busy)
+
+
+def say_busy(occupation: str) -> None:
+    """Tell the others why this rank may not come to a meeting for long; an empty string ends it. No-op if alone."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"vla_accel/busy/{dist.get_rank()}", occupation)
+
+
+def _occupation(store: dist.Store, rank: int) -> str:
+    key = f"vla_accel/busy/{rank}"
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+class Watch:
+    """Signs of life of all ranks, on a thread with its own connection to the store.
+
+    An uncaught exception on this rank is told to the others, and a failed collective is followed by a message that
+    names the ranks which are gone. A rank that gives no sign for `timeout_s` seconds, killed or stopped, ends this
+    process too, whatever its main thread waits for.
+    """
+
+    _running: ClassVar[Watch | None] = None
+
+    @classmethod
+    def start(cls, *, timeout_s: float) -> Watch | None:
+        """Start watching, once per process; None where there is nothing to watch."""
+        if cls._running is None and dist.is_initialized() and dist.get_world_size() > 1:
+            store = dist.distributed_c10d._get_default_store()
+            while isinstance(store, dist.PrefixStore):
+                store = store.underlying_store
+            if isinstance(store, dist.TCPStore):
+                cls._running = cls(store.host, store.port, timeout_s)
+        return cls._running
+
+    def __init__(self, host: str, port: int, timeout_s: float):
+        self.rank, self.timeout_s = dist.get_rank(), timeout_s
+        self.others = [rank for rank in range(dist.get_world_size()) if rank != self.rank]
+        self._store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=10))
+        self._beats = {rank: ("", time.monotonic()) for rank in self.others}
+        self._ends: dict[int, str] = {}
+        self._store_lost_at: float | None = None
+        self._closing = threading.Event()
+        self._write("where", f"{socket.gethostname()}, process {os.getpid()}")
+        self._next_hook, sys.excepthook = sys.excepthook, self._on_exception
+        atexit.register(self._close, "finished")
+        threading.Thread(target=self._run, name="vla_accel-watch", daemon=True).start()
+
+    def gone(self) -> list[str]:
+        """The ranks that ended or give no sign of life, in words. Looks for a few seconds."""
+        self._look()
+        start = time.monotonic()
+        while time.monotonic() < start + 3.5 * BEAT_S and self._store_lost_at is None:
+            self._look()
+            time.sleep(BEAT_S / 4)
+        if self._store_lost_at is not None:
+            return [f"rank 0 or its launcher, which keeps the store at {self._store.host}"]
+        silent = [rank for rank, (_, seen) in self._beats.items() if seen < start]
+        return [self._describe(rank) for rank in sorted({*self._ends, *silent})]
+
+    def _run(self) -> None:
+        # Looking takes a request per rank, so a large job looks less often than it gives signs.
+        look_every = max(1, min(int(self.timeout_s / 8), len(self.others)))
+        for beat in itertools.count():
+            if self._closing.wait(BEAT_S):
+                return
+            self._write("beat", str(beat))
+            if beat % look_every == 0:
+                self._look()
+            since = time.monotonic() - self.timeout_s
+            silent = [r for r, (_, seen) in self._beats.items() if seen < since and self._ends.get(r) != "finished"]
+            if self._store_lost_at is not None and self._store_lost_at < since:
+                silent = [0]
+            if silent and not self._closing.is_set():
+                names = "; ".join(self._describe(rank) for rank in silent)
+                self._say(f"ends: no sign of life for {self.timeout_s:g} s from {names}")
+                os._exit(1)
+
+    def _look(self) -> None:
+        for rank in self.others:
+            if end := self._read("end", rank):
+                self._ends[rank] = end
+            elif (beat := self._read("beat", rank)) != self._beats[rank][0]:
+                self._beats[rank] = (beat, time.monotonic())
+
+    def _describe(self, rank: int) -> str:
+        return f"rank {rank} ({self._read('where', rank) or '?'}; {self._ends.get(rank, 'no sign of life')})"
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._next_hook(kind, error, trace)
+        # A collective fails with a RuntimeError; with any other error this rank is the cause, not the victim.
+        gone = self.gone() if issubclass(kind, RuntimeError) else []
+        reason = str(error).partition("\n")[0][:200]
+        self._close(f"ended by {kind.__name__}: {reason}")
+        if gone:
+            self._say(f"ended when these were gone: {'; '.join(gone)}")
+
+    def _close(self, how: str) -> None:
+        if not self._closing.is_set():
+            self._closing.set()
+            self._write("end", how)
+
+    def _write(self, what: str, text: str) -> None:
+        self._ask(lambda: self._store.set(_key(what, self.rank), text))
+
+    def _read(self, what: str, rank: int) -> str:
+        key = _key(what, rank)
+        return self._ask(lambda: self._store.get(key).decode() if self._store.check([key]) else "") or ""
+
+    def _ask(self, request: Callable[[], Any]) -> Any:
+        """Run a request; the store goes with the process that keeps it."""
+        try:
+            answer = request()
+        except RuntimeError:
+            self._store_lost_at = self._store_lost_at or time.monotonic()
+            return None
+        self._store_lost_at = None
+        return answer
+
+    def _say(self, message: str) -> None:
+        print(f"vla_accel: rank {self.rank} {message}.", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _key(what: str, rank: int) -> str:
+    return f"vla_accel/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{what}/{rank}"
