@@ -348,3 +348,20 @@ def test_every_option_changes_something():
     spots[env.target] = (0.0, 0.0)
     place(env, spots, (0.0, 0.0, HALF_BLOCK + 0.045))
     assert env.step(act())[4]["success"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_skill_without_colours_succeeds_half_the_time_with_two_blocks(verb):
+    env, rng = Tabletop(tasks=(verb,)), np.random.default_rng(0)
+    env.set_rendering(False)
+    solved = 0
+    for state in range(200):
+        env.reset(options={"task_id": state % 4, "state_id": state})
+        target, guess, terminated = env.target, int(rng.integers(2)), False
+        while not terminated:
+            env.target = guess
+            action = env.expert_action()
+            env.target = target
+            _, _, terminated, _, info = env.step(action)
+        solved += info["success"]
+    assert abs(solved - 100) < 3 * math.sqrt(200) / 2  # three standard deviations of a fair coin
