@@ -203,12 +203,11 @@ def test_centre_crop_of_a_ramp_by_hand():
 
 
 @pytest.mark.parametrize("name", ["wide_160x96", "square_256"])
-def test_lanczos_resize_equals_tensorflow_within_one_level_in_rare_pixels(name):
-    difference = np.abs(
-        resize_lanczos3(rgb(name), 224).astype(int) - rgb(f"{name}__lanczos224_nojpeg", "eval_images").astype(int)
-    )
+def test_lanczos_resize_equals_tensorflow_but_for_a_level_in_the_rarest_values(name):
+    expected = rgb(f"{name}__lanczos224_nojpeg", "eval_images").astype(int)
+    difference = np.abs(resize_lanczos3(rgb(name), 224) - expected)
     assert difference.max() <= 1
-    assert (difference > 0).mean() < 5e-4
+    assert (difference > 0).mean() < 5e-5
 
 
 def test_pillows_lanczos_is_not_good_enough():
