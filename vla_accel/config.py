@@ -1,54 +1,26 @@
-"""Every option of the command lines: frozen dataclasses with their defaults, units and rules, and `parse_args`.
+"""Every option of the command lines: frozen dataclasses with their defaults, units and rules.
 
-Not here: anything that acts on an option. Standard library and tyro only, so that `--help` and a wrong option are fast.
-Usage: `config = parse_args(PPOConfig, ["--model", "openvla", "--run.seed", "1"])`.
+Not here: reading a command line (`cli.parse_args`) and anything that acts on an option. Standard library only.
+Usage: `config = PPOConfig(model="openvla", policy=PolicyConfig(temperature=0.8))`.
 
-`--model` and `--recipe` are read first; the rest is a dataclass narrowed to that model, so an option that a model does
-not have is refused instead of ignored. Everything else is `--group.option`; hyphens and underscores both work.
+A program has one root config (`PPOConfig`, `EvalConfig`, ...); its groups are the `--group.option` of the command
+line. The class of `policy` is the model's own, so an option that a model does not have does not exist.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
-import math
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-MODELS = ("openvla", "openvla-oft")
+from vla_accel.rules import check, check_choice, check_counts, check_numbers, check_seed, check_shares, nearest_divisor
+
 DTYPES = ("float32", "bfloat16")
-
-
-def check(ok: bool, option: str, rule: str, value: object, remedy: str = "") -> None:
-    """Raise a `ValueError` that names the option, the rule, the value given and, where there is one, the remedy."""
-    if not ok:
-        raise ValueError(f"--{option} {rule}, but is {value!r}." + (f" {remedy}" if remedy else ""))
-
-
-def _check_positive(group: str, config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        check(_finite(value) and value > 0, f"{group}.{name}", "must be a number above 0", value)
-
-
-def _check_not_negative(group: str, config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        check(_finite(value) and value >= 0, f"{group}.{name}", "must be a number of at least 0", value)
-
-
-def _finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
-
-
-def _check_choice(option: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1)
-        check(False, option, f"must be one of {', '.join(choices)}", value, f"Did you mean {near[0]}?" if near else "")
+TRACKERS = (
+    "none", "tensorboard", "wandb", "trackio", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab",
+)  # fmt: skip
+"""Accelerate's names, which are also the names of the packages they need, and "none"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +46,9 @@ class PolicyConfig:
     """The value loss trains the head only. False: also the policy's trunk."""
 
     def __post_init__(self) -> None:
-        _check_positive("policy", self, "temperature", "value_hidden")
-        _check_choice("policy.dtype", self.dtype, DTYPES)
+        check_numbers("policy", self, "temperature", above=0)
+        check_counts("policy", self, "value_hidden", least=1)
+        check_choice("policy.dtype", self.dtype, DTYPES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,32 +60,42 @@ class OFTPolicyConfig(PolicyConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnvConfig:
-    """The simulator."""
+class SimulatorConfig:
+    """One simulator."""
 
     name: str = "tabletop"
     """Which environment."""
-    num_envs: int = 32
-    """Environments that run side by side, over all processes together."""
-    chunk_size: int | None = None
-    """Environment steps per decision. None: the policy's own chunk. Less: the rest of each chunk is dropped."""
     max_episode_steps: int | None = None
     """Time limit of an episode in environment steps. None: the environment's own."""
-    vectorization: Literal["auto", "sync", "async"] = "auto"
-    """In this process, or one worker process per environment. auto: the environment's own choice."""
     options: dict[str, str] = field(default_factory=dict)
     """Further options of the environment as pairs, e.g. --env.options num_blocks 3 image_size 96."""
 
     def __post_init__(self) -> None:
-        _check_positive("env", self, "num_envs")
-        for name in ("chunk_size", "max_episode_steps"):
-            if getattr(self, name) is not None:
-                _check_positive("env", self, name)
-        _check_choice("env.vectorization", self.vectorization, ("auto", "sync", "async"))
+        if self.max_episode_steps is not None:
+            check_counts("env", self, "max_episode_steps", least=1)
 
     def parsed_options(self) -> dict[str, Any]:
         """`options` with each value read as JSON where it is JSON, and as a string elsewhere."""
         return {key.replace("-", "_"): _json_or_text(value) for key, value in self.options.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvConfig(SimulatorConfig):
+    """The simulator, many times over."""
+
+    num_envs: int = 32
+    """Environments that run side by side, over all processes together."""
+    chunk_size: int | None = None
+    """Environment steps per decision. None: the policy's own chunk. Less: the rest of each chunk is dropped."""
+    vectorization: Literal["auto", "sync", "async"] = "auto"
+    """In this process, or one worker process per environment. auto: the environment's own choice."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts("env", self, "num_envs", least=1)
+        if self.chunk_size is not None:
+            check_counts("env", self, "chunk_size", least=1)
+        check_choice("env.vectorization", self.vectorization, ("auto", "sync", "async"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +106,7 @@ class RolloutConfig:
     """Decisions of each environment per iteration. Episodes go on over the end of an iteration."""
 
     def __post_init__(self) -> None:
-        _check_positive("rollout", self, "num_decisions")
+        check_counts("rollout", self, "num_decisions", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,54 +160,69 @@ class PPOOptions:
     """Stop the run after this many optimizer steps in a row had no finite gradient."""
 
     def __post_init__(self) -> None:
-        _check_not_negative(
+        check_numbers(
             "ppo", self, "learning_rate", "value_learning_rate", "weight_decay", "max_grad_norm", "value_coef",
-            "value_clip", "entropy_coef", "target_kl", "critic_warmup", "lr_warmup",
+            "value_clip", "entropy_coef", "target_kl",
         )  # fmt: skip
-        _check_positive(
-            "ppo", self, "epochs", "minibatch_size", "micro_batch_size", "clip_low", "clip_high", "max_skipped"
-        )
-        for name in ("gamma", "gae_lambda", "lr_final"):
-            value = getattr(self, name)
-            check(_finite(value) and 0 <= value <= 1, f"ppo.{name}", "must lie between 0 and 1", value)
+        check_numbers("ppo", self, "clip_low", "clip_high", above=0)
+        check_shares("ppo", self, "gamma", "gae_lambda", "lr_final")
+        check_counts("ppo", self, "epochs", "minibatch_size", "micro_batch_size", "max_skipped", least=1)
+        check_counts("ppo", self, "critic_warmup", "lr_warmup", least=0)
         check(self.clip_low < 1, "ppo.clip_low", "must be below 1", self.clip_low)
-        _check_choice("ppo.ratio_level", self.ratio_level, ("unit", "step", "chunk"))
-        _check_choice("ppo.lr_schedule", self.lr_schedule, ("constant", "linear", "cosine"))
+        check_choice("ppo.ratio_level", self.ratio_level, ("unit", "step", "chunk"))
+        check_choice("ppo.lr_schedule", self.lr_schedule, ("constant", "linear", "cosine"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """The run: length, seed, what is written and where."""
+class BaseRunConfig:
+    """The run: seed, what is written and where."""
 
-    iterations: int = 60
-    """Rollout and update, this many times."""
     seed: int = 0
     """Of weights, environments, sampling noise and shuffling."""
     output_dir: str | None = None
-    """Where everything is written. None: runs/<model>-<env>-<time>."""
-    resume: str | None = None
-    """Output folder of an earlier run to go on with, exactly where its last checkpoint stands."""
-    save_every: int = 0
-    """Write a checkpoint every so many iterations. 0: only at the end."""
-    keep_checkpoints: int = 2
-    """Delete all but this many of the newest checkpoints."""
+    """Where everything is written. None: a new folder in runs/ with model, environment and time in its name."""
     eval_episodes: int = 100
-    """Held-out episodes, greedy, before and after training. 0: no evaluation."""
-    eval_every: int = 0
-    """Evaluate every so many iterations too. 0: only before and after."""
-    trackers: tuple[str, ...] = ("tensorboard",)
-    """Accelerate's trackers beside the JSON lines that are always written, e.g. wandb. "none": no other."""
-    video_episodes: int = 4
-    """Episodes filmed at the end. 0: no video."""
+    """Held-out episodes, greedy, of each evaluation. 0: no evaluation."""
     timeout_s: int = 1800
     """Seconds after which a process that waits for another in vain gives up."""
 
     def __post_init__(self) -> None:
-        _check_not_negative("run", self, "iterations", "save_every", "eval_episodes", "eval_every", "video_episodes")
-        _check_positive("run", self, "keep_checkpoints", "timeout_s")
+        check_seed("run", self.seed)
+        check_counts("run", self, "eval_episodes", least=0)
+        check_counts("run", self, "timeout_s", least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(BaseRunConfig):
+    """The run: length, seed, what is written and where. It is evaluated before and after training."""
+
+    iterations: int = 60
+    """Rollout and update, this many times."""
+    eval_every: int = 0
+    """Evaluate every so many iterations, too. 0: only before and after."""
+    save_every: int = 0
+    """Write a checkpoint every so many iterations. 0: only the policy, at the end."""
+    keep_checkpoints: int = 2
+    """Delete all but this many of the newest checkpoints."""
+    resume: str | None = None
+    """Output folder of an earlier run to go on with, exactly where its last checkpoint stands."""
+    trackers: tuple[str, ...] = ("tensorboard",)
+    """Accelerate's trackers beside the JSON lines that are always written, e.g. wandb. "none": no other."""
+    video_episodes: int = 4
+    """Held-out episodes filmed at the end. 0: no video."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts("run", self, "iterations", "eval_every", "save_every", "video_episodes", least=0)
+        check_counts("run", self, "keep_checkpoints", least=1)
         check(
-            isinstance(self.seed, int) and 0 <= self.seed < 2**31, "run.seed", "must lie in 0 .. 2^31 - 1", self.seed
+            self.resume is None or self.output_dir is None,
+            "run.output_dir",
+            "must be left out where --run.resume names the folder",
+            self.output_dir,
         )
+        for name in self.trackers:
+            check_choice("run.trackers", name, TRACKERS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +230,7 @@ class PPOConfig:
     """Improve a vision-language-action policy by PPO in a simulator."""
 
     model: str
+    """Kind of policy. The policy options are this model's own."""
     policy: PolicyConfig
     env: EnvConfig = field(default_factory=EnvConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -239,37 +238,56 @@ class PPOConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
+        _check_model(self)
         batch = self.rollout.num_decisions * self.env.num_envs
         check(
             batch % self.ppo.minibatch_size == 0,
             "ppo.minibatch_size",
             f"must divide the decisions of an iteration (rollout.num_decisions x env.num_envs = {batch})",
             self.ppo.minibatch_size,
-            f"The nearest that does: {_nearest_divisor(batch, self.ppo.minibatch_size)}.",
+            f"The nearest that does: {nearest_divisor(batch, self.ppo.minibatch_size)}.",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Demonstrations."""
+class ExpertConfig:
+    """Demonstrations to record from the environment's scripted expert."""
 
-    path: str | None = None
-    """Folder written by scripts/record_demos.py. None: record them now."""
     episodes: int = 2000
-    """Episodes to record, over all processes together."""
+    """Episodes to record."""
     speed: float = 1.0
     """How fast the scripted expert moves, as a share of the largest step."""
     speed_jitter: float = 0.0
     """Each of the expert's steps is this much faster or slower, standard deviation of the logarithm."""
     noise: float = 0.0
     """Standard deviation of noise on the executed actions; the recorded ones stay clean."""
+
+    def __post_init__(self) -> None:
+        check_counts("data", self, "episodes", least=1)
+        check_numbers("data", self, "speed", above=0)
+        check_shares("data", self, "speed")
+        check_numbers("data", self, "speed_jitter", "noise")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(ExpertConfig):
+    """Demonstrations to learn from: recorded ones, or new ones of the environment's scripted expert."""
+
+    path: str | None = None
+    """Folder written by scripts/record_demos.py. None: record them now."""
     keep_failures: bool = True
     """Learn from episodes that did not succeed, too."""
 
     def __post_init__(self) -> None:
-        _check_positive("data", self, "episodes", "speed")
-        _check_not_negative("data", self, "speed_jitter", "noise")
-        check(self.speed <= 1, "data.speed", "must be at most 1", self.speed)
+        super().__post_init__()
+        for option in dataclasses.fields(ExpertConfig):
+            value = getattr(self, option.name)
+            check(
+                self.path is None or value == option.default,
+                f"data.{option.name}",
+                "must be left out where --data.path names recorded demonstrations",
+                value,
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,8 +308,10 @@ class SFTOptions:
     """Frames per optimizer step, over all processes together."""
 
     def __post_init__(self) -> None:
-        _check_positive("sft", self, "learning_rate", "steps", "batch_size")
-        _check_not_negative("sft", self, "lr_warmup", "weight_decay", "max_grad_norm")
+        check_numbers("sft", self, "learning_rate", above=0)
+        check_numbers("sft", self, "weight_decay", "max_grad_norm")
+        check_counts("sft", self, "steps", "batch_size", least=1)
+        check_counts("sft", self, "lr_warmup", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,11 +319,15 @@ class SFTConfig:
     """Teach a vision-language-action policy by imitating demonstrations."""
 
     model: str
+    """Kind of policy. The policy options are this model's own."""
     policy: PolicyConfig
     env: EnvConfig = field(default_factory=EnvConfig)
     data: DataConfig = field(default_factory=DataConfig)
     sft: SFTOptions = field(default_factory=SFTOptions)
-    run: RunConfig = field(default_factory=RunConfig)
+    run: BaseRunConfig = field(default_factory=BaseRunConfig)
+
+    def __post_init__(self) -> None:
+        _check_model(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,6 +335,7 @@ class EvalConfig:
     """Score a checkpoint, greedily, on held-out initial states."""
 
     model: str
+    """Kind of policy. The policy options are this model's own."""
     policy: PolicyConfig
     env: EnvConfig = field(default_factory=EnvConfig)
     episodes: int = 100
@@ -325,15 +350,57 @@ class EvalConfig:
     """Control: hide the images or the instruction from the policy."""
 
     def __post_init__(self) -> None:
-        check(_finite(self.episodes) and self.episodes > 0, "episodes", "must be a number above 0", self.episodes)
-        _check_choice("blank", self.blank, ("none", "image", "instruction"))
+        _check_model(self)
+        check_counts("", self, "episodes", least=1)
+        check_seed("", self.seed)
+        check_choice("blank", self.blank, ("none", "image", "instruction"))
 
 
-Config = TypeVar("Config")
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Copy the policy that a run has trained out of the run's folder."""
+
+    run: str
+    """Output folder of the run."""
+    out: str
+    """Folder for the policy; it must not hold anything yet."""
 
 
-def _nearest_divisor(number: int, wanted: int) -> int:
-    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - wanted))
+@dataclass(frozen=True, kw_only=True)
+class RecordConfig:
+    """Record demonstrations of an environment's scripted expert."""
+
+    out: str
+    """Folder for the demonstrations; it must not hold anything yet."""
+    env: SimulatorConfig = field(default_factory=SimulatorConfig)
+    data: ExpertConfig = field(default_factory=ExpertConfig)
+    seed: int = 0
+    """Of the choice of tasks and initial states, and of the noise."""
+
+    def __post_init__(self) -> None:
+        check_seed("", self.seed)
+
+
+POLICY_OPTIONS: dict[str, type[PolicyConfig]] = {"openvla": PolicyConfig, "openvla-oft": OFTPolicyConfig}
+"""Model name -> the class of its policy options."""
+
+MODELS = tuple(POLICY_OPTIONS)
+
+
+def default_policy(model: str) -> PolicyConfig:
+    """A model's policy options at their defaults.
+
+    Raises:
+        ValueError: for a model that is not one of `MODELS`.
+    """
+    check_choice("model", model, MODELS)
+    return POLICY_OPTIONS[model]()
+
+
+def _check_model(config: PPOConfig | SFTConfig | EvalConfig) -> None:
+    check_choice("model", config.model, MODELS)
+    wanted = POLICY_OPTIONS[config.model]
+    check(type(config.policy) is wanted, "policy", f"must be a {wanted.__name__} for {config.model}", config.policy)
 
 
 def _json_or_text(text: str) -> object:
@@ -341,92 +408,6 @@ def _json_or_text(text: str) -> object:
         return json.loads(text)
     except json.JSONDecodeError:
         return text
-
-
-def default_config(kind: type[Config], model: str) -> Config:
-    """The preset of a model: the defaults that `--help` shows.
-
-    Raises:
-        ValueError: for a model that is not one of `MODELS`.
-    """
-    _check_choice("model", model, MODELS)
-    policy: PolicyConfig = OFTPolicyConfig() if model == "openvla-oft" else PolicyConfig()
-    values: dict[str, Any] = {"model": model, "policy": policy}
-    return kind(**values)
-
-
-def parse_args(kind: type[Config], argv: Sequence[str] | None = None) -> Config:
-    """Read a command line into a config of class `kind`.
-
-    Args:
-        kind: `PPOConfig` or another of this module's whole-program configs.
-        argv: words of the command line without the program. None: `sys.argv[1:]`.
-
-    Raises:
-        SystemExit: with code 0 after `--help`, with code 2 after one sentence on standard error for a wrong option.
-    """
-    import tyro
-
-    words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        model, rest = _take_flag(words, "model", "openvla")
-        default = default_config(kind, model)
-        config = tyro.cli(
-            _narrowed(kind, type(default.policy)),  # type: ignore[attr-defined]
-            args=rest,
-            default=default,
-            prog=Path(sys.argv[0]).name,
-            description=f"{kind.__doc__}\n\n--model {{{','.join(MODELS)}}}: the options below are those of {model}.",
-            config=(tyro.conf.FlagConversionOff, tyro.conf.SuppressFixed, tyro.conf.AvoidSubcommands),
-        )
-        return kind(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config)})  # type: ignore[arg-type]
-    except ValueError as error:
-        sys.stderr.write(f"error: {error}\n")
-        raise SystemExit(2) from None
-
-
-def _take_flag(words: list[str], name: str, default: str) -> tuple[str, list[str]]:
-    """Take `--name value` or `--name=value` out of the words; the last one counts."""
-    value, rest, position = default, [], 0
-    while position < len(words):
-        word = words[position]
-        if word == f"--{name}":
-            if position + 1 >= len(words):
-                raise ValueError(f"--{name} needs a value.")
-            value, position = words[position + 1], position + 2
-        elif word.startswith(f"--{name}="):
-            value, position = word.split("=", 1)[1], position + 1
-        else:
-            rest.append(word)
-            position += 1
-    return value, rest
-
-
-def _narrowed(kind: type, policy_class: type) -> type:
-    """`kind` with its `policy` field typed as one model's policy options and `model` fixed."""
-    import tyro
-
-    fields: list[Any] = []
-    for f in dataclasses.fields(kind):
-        annotation: Any = {"model": tyro.conf.Fixed[str], "policy": policy_class}.get(f.name)
-        fields.append((f.name, annotation or _resolved(kind)[f.name], f))
-    narrowed = dataclasses.make_dataclass(
-        kind.__name__, [(name, kind_, _copy_field(f)) for name, kind_, f in fields], frozen=True, kw_only=True
-    )
-    narrowed.__doc__ = kind.__doc__
-    return narrowed
-
-
-def _copy_field(f: dataclasses.Field) -> Any:
-    if f.default_factory is not dataclasses.MISSING:
-        return field(default_factory=f.default_factory)
-    return field() if f.default is dataclasses.MISSING else field(default=f.default)
-
-
-def _resolved(kind: type) -> dict[str, Any]:
-    import typing
-
-    return typing.get_type_hints(kind)
 
 
 def to_dict(config: object) -> dict[str, Any]:
