@@ -18,7 +18,8 @@ def gumbel_noise(streams: list[torch.Generator], shape: tuple[int, ...]) -> Tens
     """
     tiny = torch.finfo(torch.float32).tiny
     uniform = torch.stack([torch.rand(shape, generator=stream) for stream in streams])
-    return -torch.log(-torch.log(uniform.clamp_min(tiny)).clamp_min(tiny))
+    exponential = -uniform.clamp_min(tiny).log()
+    return -exponential.clamp_min(tiny).log()
 
 
 def sample(logits: Tensor, *, temperature: float, noise: Tensor | None) -> Tensor:
