@@ -130,12 +130,13 @@ def record(
     core: Any = env.unwrapped
     check(hasattr(core, "expert_action"), "env.name", "must name an environment with a scripted expert", config.name)
     limit = config.max_episode_steps or core.max_episode_steps
+    states = core.state_ids["train"]
     rng = np.random.default_rng([21, seed])
     frames: list[dict[str, Any]] = []
     try:
         for episode in range(episodes):
             task = episode % len(core.instructions)
-            state_id = int(rng.choice(core.state_ids["train"]))
+            state_id = int(states[rng.integers(len(states))])
             obs, _ = env.reset(seed=int(rng.integers(2**31)), options={"task_id": task, "state_id": state_id})
             first = len(frames)
             for _ in range(limit):

@@ -7,7 +7,6 @@ Usage: `finetune(parse_args(SFTConfig))`, from a script under `accelerate launch
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,10 +44,7 @@ def finetune(config: SFTConfig) -> dict[str, Any]:
     demos = _demonstrations(config)
     policy.fit_instructions(demos.instructions)
     model, optimizer = prepare_policy(
-        accelerator,
-        policy,
-        partial(torch.optim.AdamW, weight_decay=config.sft.weight_decay),
-        learning_rates={"": config.sft.learning_rate},
+        accelerator, policy, learning_rate=config.sft.learning_rate, weight_decay=config.sft.weight_decay
     )
     if accelerator.is_main_process:
         write_json(output / "config.json", to_dict(config))
@@ -60,7 +56,7 @@ def finetune(config: SFTConfig) -> dict[str, Any]:
     with train_mode(model):
         for step in range(config.sft.steps):
             for group in optimizer.param_groups:
-                group["lr"] = config.sft.learning_rate * _rate(config.sft, step)
+                group["lr"] = group["initial_lr"] * _rate(config.sft, step)
             loss = _step(accelerator, model, policy, optimizer, demos, rng, config.sft)
             recent.append(loss)
             progress.step(loss=f"{loss:.3f}")

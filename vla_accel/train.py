@@ -16,7 +16,7 @@ import gymnasium as gym
 import torch
 
 from vla_accel.advantages import gae, normalize
-from vla_accel.checkpoint import export_policy
+from vla_accel.checkpoint import export_policy, find_checkpoint, load_checkpoint, save_checkpoint
 from vla_accel.config import EnvConfig, PPOConfig, PPOOptions, check, to_dict
 from vla_accel.distributed import (
     gather_objects,
@@ -55,8 +55,13 @@ def train(config: PPOConfig) -> dict[str, Any]:
         ValueError: for options that cannot work together, before any weight is loaded.
         RuntimeError: when the update no longer has finite gradients, or a simulator cannot be kept alive.
     """
+    checkpoint = find_checkpoint(config.run.resume) if config.run.resume else None
     spec = check_run(config)
-    output = make_output_dir(config.run.output_dir, default=f"{config.model}-{config.env.name}")
+    output = make_output_dir(
+        config.run.resume or config.run.output_dir,
+        default=f"{config.model}-{config.env.name}",
+        resume=checkpoint is not None,
+    )
     trackers = [name for name in config.run.trackers if name != "none"]
     accelerator = make_accelerator(
         timeout_s=config.run.timeout_s, log_with=trackers, project_dir=str(output), shard_units=spec.shard_units
@@ -78,24 +83,28 @@ def train(config: PPOConfig) -> dict[str, Any]:
     model, optimizer = prepare_policy(
         accelerator,
         policy,
-        partial(torch.optim.AdamW, weight_decay=config.ppo.weight_decay),
-        learning_rates={"": config.ppo.learning_rate, "value_head": config.ppo.value_learning_rate},
+        learning_rate=config.ppo.learning_rate,
+        value_learning_rate=config.ppo.value_learning_rate,
+        weight_decay=config.ppo.weight_decay,
     )
-    for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]
     log = RunLog(output, enabled=main)
     num_minibatches = config.rollout.num_decisions * config.env.num_envs // config.ppo.minibatch_size
     run_evaluation = partial(
         evaluate, accelerator, model, policy, config.env, episodes=config.run.eval_episodes, seed=config.run.seed
     )
-    before = run_evaluation().to_dict() if config.run.eval_episodes else None
-    if before:
+    first = skipped_in_a_row = 0
+    before = None
+    if checkpoint:
+        resumed = load_checkpoint(accelerator, model, optimizer, policy, envs, checkpoint)
+        first, before = resumed.iteration, resumed.extra["before"]
+        log.load(first)
+    elif config.run.eval_episodes:
+        before = run_evaluation().to_dict()
         say(f"Before training: {before['success']:.1%} of {before['n']} held-out episodes succeed.")
 
     state = start(envs)
-    progress = Progress(config.run.iterations, enabled=main)
-    skipped_in_a_row = 0
-    for iteration in range(config.run.iterations):
+    progress = Progress(config.run.iterations, start=first, enabled=main)
+    for iteration in range(first, config.run.iterations):
         seconds = Seconds()
         with seconds.measure("rollout"), rollout_mode(model):
             rollout = collect(
@@ -142,6 +151,14 @@ def train(config: PPOConfig) -> dict[str, Any]:
         metrics["ppo/learning_rate"] = optimizer.param_groups[0]["lr"]
         log.write(iteration, metrics)
         accelerator.log(metrics, step=iteration)
+        if config.run.save_every and (iteration + 1) % config.run.save_every == 0:
+            try:
+                save_checkpoint(
+                    accelerator, model, optimizer, policy, envs, output,
+                    iteration=iteration + 1, keep=config.run.keep_checkpoints, extra={"before": before},
+                )  # fmt: skip
+            except RuntimeError as error:  # the run is worth more than one checkpoint; the one before is still there
+                say(f"warning: {error} The run goes on.")
         progress.step(success=f"{metrics['rollout/success']:.2f}", kl=f"{metrics['ppo/kl']:.3f}")
     progress.close()
     envs.close()

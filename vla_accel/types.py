@@ -23,13 +23,14 @@ Shape letters, the same in every docstring of the package:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    TensorDict = dict[str, torch.Tensor]
+TensorDict: TypeAlias = "dict[str, torch.Tensor]"
+"""Tensors by name, all with the same first dimensions."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -144,6 +144,9 @@ class EpisodeQueue(gym.Wrapper):
         super().__init__(env)
         self._jobs = iter(jobs)
         self._job: Job | None = None
+        self._taken = 0
+        self._actions: list[np.ndarray] = []
+        self.resume_from: dict[str, Any] | None = None
         self._steps, self._total, self._success = 0, 0.0, False
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -154,7 +157,11 @@ class EpisodeQueue(gym.Wrapper):
         """
         if seed is not None or options:
             raise ValueError(f"the jobs decide seeds and options: call reset() plainly, got {seed=}, {options=}")
+        if self.resume_from is not None:
+            return self._resume()
         self._job = next(self._jobs, None)
+        self._taken += 1
+        self._actions = []
         self._steps, self._total, self._success = 0, 0.0, False
         if self._job is None:
             return _zeros(self.observation_space), {"idle": True}
@@ -166,6 +173,7 @@ class EpisodeQueue(gym.Wrapper):
         """Execute one chunk `[K, A]`, or nothing when idle."""
         if self._job is None:
             return _zeros(self.observation_space), 0.0, False, False, {"executed": 0, "success": False, "idle": True}
+        self._actions.append(np.array(action))
         obs, reward, terminated, truncated, info = self.env.step(action)
         truncated = truncated and not terminated
         executed, success = int(info["executed"]), bool(info["success"])
@@ -183,6 +191,24 @@ class EpisodeQueue(gym.Wrapper):
                 truncated=truncated,
             )
         return obs, reward, terminated, truncated, report
+
+    def episode_state(self) -> dict[str, Any]:
+        """How far the jobs are and what was done in the running episode; set it as `resume_from` and reset to return.
+
+        The simulator itself is not stored: replaying the actions brings a deterministic one back to the same state.
+        """
+        return {"taken": self._taken, "actions": [action.tolist() for action in self._actions]}
+
+    def _resume(self) -> tuple[Any, dict[str, Any]]:
+        """Skip the jobs that were played, start the one that ran, and replay its actions."""
+        state, self.resume_from = self.resume_from, None
+        for _ in range(state["taken"] - 1 - self._taken):
+            next(self._jobs, None)
+        self._taken = max(self._taken, state["taken"] - 1)
+        obs, info = self.reset()
+        for action in state["actions"]:
+            obs, *_, info = self.step(np.asarray(action, dtype=self.action_space.dtype))
+        return obs, {"idle": info["idle"]}
 
 
 @dataclass(frozen=True, kw_only=True)
