@@ -14,7 +14,7 @@ def column(numbers, dtype=torch.float32):
 
 
 def estimate(*, reward=REWARD, value=VALUE, next_value=NEXT_VALUE, ends=(), cuts=(), lost=(), gae_lambda=0.5):
-    """One environment over four decisions at gamma 0.5; `ends`, `cuts`, `lost`: where terminated, truncated, invalid."""
+    """One environment at gamma 0.5; `ends`, `cuts`, `lost`: decisions that are terminated, truncated, invalid."""
 
     def flags(places):
         return column([t in places for t in range(4)], torch.bool)

@@ -9,6 +9,7 @@ neither the micro-batch size nor the number of processes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class Batch:
         value: float32 `[B]`, the rollout's estimates.
         row: int64 `[B]`, decision's place in time (0..T-1).
         env: int64 `[B]`, its environment, counted over all processes.
+        num_decisions: T, places in time that a row can have.
         spare: any one decision of this rank, `[1]`, valid or not: what a rank without rows runs at weight 0.
     """
 
@@ -54,6 +56,7 @@ class Batch:
     value: Tensor
     row: Tensor
     env: Tensor
+    num_decisions: int
     spare: Batch | None = None
 
     def __len__(self) -> int:
@@ -68,6 +71,7 @@ class Batch:
         return Batch(
             inputs={name: take(x) for name, x in self.inputs.items()},
             trace={name: take(x) for name, x in self.trace.items()},
+            num_decisions=self.num_decisions,
             **{name: take(getattr(self, name)) for name in _ROWS},
         )
 
@@ -200,26 +204,36 @@ def _flatten(rollout: Rollout, advantage: Tensor, returns: Tensor, *, unit_step:
         value=flat(rollout.value),
         row=flat(row),
         env=flat(env),
+        num_decisions=num_steps,
     )
 
 
 def minibatches(batch: Batch, *, num_minibatches: int, seed: int) -> list[Tensor]:
     """Deal the decisions of a rollout to minibatches, the same way on any number of processes.
 
-    Each environment's decisions are shuffled by a generator of its own and dealt evenly, environment by environment
-    starting at another minibatch. So a minibatch takes about as many from every environment, and hence from every rank.
+    Each environment's decisions are shuffled by a generator of its own and dealt in turn, one environment after the
+    other. So every minibatch takes about as many from each environment, and hence from each rank, and where all
+    decisions are valid and the number of minibatches divides them, all minibatches are of one size.
+
+    Args:
+        batch: this rank's decisions.
+        num_minibatches: how many.
+        seed: of the shuffling.
 
     Returns:
         `num_minibatches` int64 index tensors into the batch, together each row once; some may be empty.
     """
-    parts: list[list[Tensor]] = [[] for _ in range(num_minibatches)]
+    goes_to = torch.zeros(len(batch), dtype=torch.int64)
     for env in batch.env.unique().tolist():
         rows = torch.nonzero(batch.env == env).flatten()
         generator = torch.Generator().manual_seed((seed * 1_000_003 + env) % (2**63))
         rows = rows[torch.randperm(len(rows), generator=generator)]
-        for position, part in enumerate(rows.tensor_split(num_minibatches)):
-            parts[(position + env) % num_minibatches].append(part)
-    return [torch.cat(part) if part else torch.zeros(0, dtype=torch.int64) for part in parts]
+        # Each time the dealing comes round to where it began, it moves on by one: else the environments that lack
+        # decisions would all lack them in the same minibatches.
+        dealt = env * batch.num_decisions
+        begin = dealt + dealt // math.lcm(batch.num_decisions, num_minibatches)
+        goes_to[rows] = (begin + torch.arange(len(rows))) % num_minibatches
+    return [torch.nonzero(goes_to == number).flatten() for number in range(num_minibatches)]
 
 
 def micro_batches(
@@ -234,7 +248,7 @@ def micro_batches(
         the micro-batch on the accelerator's device, its weight (1 or 0), and whether it is the last.
     """
     parts = [part for part in index.split(size) if len(part)]
-    rounds = int(global_max(accelerator, len(parts))[0])
+    rounds = int(global_max(accelerator, len(parts)))
     for number in range(rounds):
         own = number < len(parts)
         source, rows = (batch, parts[number]) if own else (batch.spare, torch.zeros(1, dtype=torch.int64))
@@ -265,9 +279,12 @@ def rescore(
     batch.old_log_prob = rescored
     count, squares = global_sum(accelerator, float(batch.unit_mask.sum()), float(gap.square().sum()))
     return {
-        "ppo/rescore_gap": global_max(accelerator, float(gap.amax()) if gap.numel() else 0.0)[0],
+        "ppo/rescore_gap": global_max(accelerator, float(gap.amax()) if gap.numel() else 0.0),
         "ppo/rescore_kl": 0.5 * squares / max(count, 1.0),
     }
+
+
+_MEANS = ("loss/policy", "loss/value", "loss/entropy", "ppo/kl", "ppo/clip_fraction", "ppo/grad_norm")
 
 
 def update(
@@ -287,7 +304,7 @@ def update(
     Args:
         accelerator: from `make_accelerator`.
         model: the prepared policy.
-        optimizer: the prepared optimizer.
+        optimizer: the prepared optimizer; its value head's parameters are the group named "value".
         batch: this rank's decisions, already rescored.
         options: of PPO.
         unit_step: int64 `[U]`, on any device.
@@ -296,15 +313,13 @@ def update(
         train_policy: False trains the value head only (critic warm-up).
 
     Returns:
-        Means over the optimizer steps of this iteration, the same on every rank: `loss/policy`, `loss/value`,
-        `loss/entropy`, `ppo/kl`, `ppo/clip_fraction`, `ppo/grad_norm`, `ppo/first_log_ratio` (largest before the
-        first step), `ppo/steps`, `ppo/skipped`, `ppo/kl_stop` (1 if the KL ended it early).
-
-    Raises:
-        RuntimeError: when no minibatch of the iteration had a finite gradient.
+        The same on every rank. Means over the optimizer steps of this iteration (0 where there was none):
+        `loss/policy`, `loss/value`, `loss/entropy`, `ppo/kl`, `ppo/clip_fraction`, `ppo/grad_norm`. Further
+        `ppo/first_log_ratio` (largest before the first step), `ppo/steps`, `ppo/skipped` (steps left out because loss
+        or gradient was not finite), `ppo/kl_stop` (1 if the KL ended it early).
     """
     unit_step = unit_step.to(accelerator.device)
-    totals: dict[str, float] = {}
+    totals = dict.fromkeys(_MEANS, 0.0)
     steps = skipped = 0
     stopped = False
     first_log_ratio: float | None = None
@@ -315,20 +330,21 @@ def update(
                 continue
             sums = _backward(accelerator, model, batch, index, options, unit_step, counts, train_policy)
             if first_log_ratio is None:
-                (first_log_ratio,) = global_max(accelerator, sums.pop("log_ratio_max"))
-            sums.pop("log_ratio_max", None)
+                first_log_ratio = global_max(accelerator, sums["log_ratio_max"])
             means = _global_means(accelerator, sums, counts)
             if options.target_kl > 0 and train_policy and means["ppo/kl"] > options.target_kl:
                 optimizer.zero_grad(set_to_none=True)
                 stopped = True
                 break
+            if not train_policy:
+                _keep_value_gradients(optimizer)
             norm = _clip(accelerator, model, options.max_grad_norm)
             finite = norm < float("inf") and all(abs(x) < float("inf") for x in means.values())
             if finite:
                 optimizer.step()
                 steps += 1
                 for name, x in {**means, "ppo/grad_norm": norm}.items():
-                    totals[name] = totals.get(name, 0.0) + x
+                    totals[name] += x
             else:
                 skipped += 1
             optimizer.zero_grad(set_to_none=True)
@@ -386,6 +402,14 @@ def _sync(accelerator: Accelerator, model: nn.Module, last: bool) -> AbstractCon
     """Under DDP, exchange gradients with the last micro-batch only. Sharded gradients are reduced at once."""
     data_parallel = isinstance(model, nn.parallel.DistributedDataParallel)
     return accelerator.no_sync(model) if data_parallel and not last else nullcontext()
+
+
+def _keep_value_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Drop the gradients of all but the value head, so that neither weight decay nor a shared trunk moves the rest."""
+    for group in optimizer.param_groups:
+        if group.get("name") != "value":
+            for parameter in group["params"]:
+                parameter.grad = None
 
 
 def _global_means(accelerator: Accelerator, sums: dict[str, float], counts: dict[str, float]) -> dict[str, float]:

@@ -99,5 +99,5 @@ def test_noise_of_an_environment_does_not_depend_on_its_neighbours():
 
 
 def test_noise_is_finite_even_where_the_generator_gives_0(monkeypatch):
-    monkeypatch.setattr(torch, "rand", lambda shape, generator: torch.zeros(shape))
+    monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.zeros(shape))
     assert gumbel_noise(streams(1), (4,)).isfinite().all()

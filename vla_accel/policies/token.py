@@ -1,7 +1,7 @@
 """The maths of token policies: a decision is U tokens, each drawn from a softmax over the action bins.
 
 Not here: models. Pure functions, all in float32.
-Usage: `index = sample(logits, temperature=1.0, noise=noise)`, `log_prob, entropy = score(logits, index, temperature=1.0)`.
+Usage: `index = sample(logits, temperature=t, noise=noise)`, `log_prob, entropy = score(logits, index, temperature=t)`.
 """
 
 from __future__ import annotations
