@@ -244,6 +244,7 @@ def test_hugging_faces_auto_classes_find_everything_offline(tiny, monkeypatch):
     want, _ = load_vla(tiny)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert all(torch.equal(x, want.state_dict()[name]) for name, x in model.state_dict().items())
+    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in want.parameters()]
     rotary = [m.language_model.model.rotary_emb.inv_freq for m in (model, want)]
     assert torch.equal(*rotary)
 

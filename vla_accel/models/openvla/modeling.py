@@ -65,6 +65,14 @@ class OpenVLAForActionPrediction(PreTrainedModel):
             self.proprio_projector = ProprioProjector(config.proprio_dim, hidden_size)
         self.post_init()
 
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """See `PreTrainedModel.from_pretrained`, which thaws what it loads; `load_vla` is the strict way."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with `output_loading_info`
+        model.vision_backbone.freeze_inert()
+        return loaded
+
     @property
     def norm_stats(self) -> dict[str, Any]:
         """Statistics of the action and state spaces, per data set."""
