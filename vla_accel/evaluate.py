@@ -1,4 +1,4 @@
-"""Scoring a policy: greedy, on held-out initial states, with a confidence interval.
+"""Scoring a policy: greedy, on held-out initial states, with a confidence interval; and filming it.
 
 Not here: training. Usage: `result = evaluate(accelerator, model, policy, env_config, episodes=100, seed=0)`.
 """
@@ -22,7 +22,7 @@ from vla_accel.envs.make import make_env, make_vector_env
 from vla_accel.modes import rollout_mode
 from vla_accel.policies.base import Policy
 from vla_accel.rollout import act, start
-from vla_accel.types import Episode, Observation
+from vla_accel.types import Episode, Job, Observation
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -131,17 +131,7 @@ def evaluate(
     Returns:
         The same on every rank.
     """
-    probe = make_env(config.name, **config.parsed_options())
-    try:
-        jobs = evaluation_jobs(
-            task_ids=range(len(probe.unwrapped.instructions)),
-            state_ids=probe.unwrapped.state_ids["eval"],
-            episodes=episodes,
-            seed=seed,
-        )
-        instructions = list(probe.unwrapped.instructions)
-    finally:
-        probe.close()
+    jobs, instructions = _held_out(config, episodes=episodes, seed=seed)
     own = deal(jobs, accelerator.num_processes)[accelerator.process_index]
     num_envs = max(1, min(len(own), config.num_envs // accelerator.num_processes))
     envs = make_vector_env(
@@ -161,6 +151,94 @@ def evaluate(
     everything = [episode for part in gather_objects(accelerator, played) for episode in part]
     everything.sort(key=lambda e: (e.job.task_id, e.job.state_id, e.job.seed))
     return Evaluation(episodes=everything, instructions=instructions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Film:
+    """One episode in pictures.
+
+    Attributes:
+        frames: uint8 `[P, P, 3]` each, after each executed environment step.
+        episode: what was played, and how it ended.
+        instruction: what the policy was told.
+    """
+
+    frames: list[np.ndarray]
+    episode: Episode
+    instruction: str
+
+
+def can_film(config: EnvConfig) -> bool:
+    """Whether the environment's `render()` gives pictures (`render_mode` is "rgb_array")."""
+    env = make_env(config.name, **config.parsed_options())
+    try:
+        return env.render_mode == "rgb_array"
+    finally:
+        env.close()
+
+
+@torch.no_grad()
+def film(
+    model: nn.Module,
+    policy: Policy,
+    config: EnvConfig,
+    *,
+    device: torch.device,
+    episodes: int,
+    seed: int = 0,
+    task_id: int | None = None,
+    blank: str = "none",
+) -> list[Film]:
+    """Play held-out episodes greedily, side by side in this process, and film them: the first ones of `evaluate`.
+
+    Not collective. A sharded model must be in `rollout_mode`, which every rank enters; one of them may then film.
+
+    Args:
+        model: the policy as prepared.
+        policy: the policy inside `model`.
+        config: which environment; `can_film` must hold.
+        device: of the model.
+        episodes: how many; with `task_id`, of that task.
+        seed: of the environments.
+        task_id: the only task to film; None: the tasks take turns.
+        blank: as for `evaluate`.
+    """
+    jobs, instructions = _held_out(config, episodes=episodes, seed=seed, task_id=task_id)
+    envs = make_vector_env(
+        config.name,
+        num_envs=len(jobs),
+        chunk_size=config.chunk_size or policy.chunk_size,
+        jobs=[[job] for job in jobs],
+        max_episode_steps=config.max_episode_steps,
+        vectorization="sync",
+        env_options=config.parsed_options(),
+    )
+    frames: list[list[np.ndarray]] = [[] for _ in jobs]
+    try:
+        for queue, pictures in zip(envs.envs, frames, strict=True):
+            queue.env.frames = pictures
+        played = {episode.job: episode for episode in play(model, policy, envs, device=device, blank=blank)}
+    finally:
+        envs.close()
+    return [
+        Film(frames=pictures, episode=played[job], instruction=instructions[job.task_id])
+        for job, pictures in zip(jobs, frames, strict=True)
+    ]
+
+
+def _held_out(
+    config: EnvConfig, *, episodes: int, seed: int, task_id: int | None = None
+) -> tuple[list[Job], list[str]]:
+    """Jobs on held-out initial states, of all tasks or of one, and the table of instructions."""
+    probe = make_env(config.name, **config.parsed_options())
+    try:
+        core: Any = probe.unwrapped
+        tasks = range(len(core.instructions))
+        total = episodes if task_id is None else episodes * len(tasks)
+        jobs = evaluation_jobs(task_ids=tasks, state_ids=core.state_ids["eval"], episodes=total, seed=seed)
+        return [job for job in jobs if task_id in (None, job.task_id)], list(core.instructions)
+    finally:
+        probe.close()
 
 
 def play(

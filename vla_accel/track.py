@@ -5,6 +5,7 @@ Not here: the numbers themselves. Usage: `log = RunLog(folder, enabled=accelerat
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from vla_accel.config import check
 
 
 def make_output_dir(path: str | None, *, default: str, resume: bool = False) -> Path:
@@ -44,6 +47,33 @@ def make_output_dir(path: str | None, *, default: str, resume: bool = False) -> 
             "Name another folder, or go on with that run by --run.resume."
         )
     return folder
+
+
+def new_folder(path: str, *, option: str) -> Path:
+    """Check that a folder can be created, or is there and empty; it is not created yet.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    folder = Path(path)
+    check_writable(folder, option=option)
+    free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    check(free, option, "must be a new or an empty folder", path, "Name another one.")
+    return folder
+
+
+def check_writable(path: Path, *, option: str) -> None:
+    """Prove that a file or folder can be created under this name, by a file beside it; missing parents are created.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        check(False, option, "must be a path that can be written", str(path), f"({error.strerror})")
 
 
 def write_json(path: Path, content: object) -> None:
@@ -115,13 +145,37 @@ def _parse(line: str) -> dict[str, Any] | None:
         return None
 
 
+class _Lines:
+    """Standard error for a progress bar that ends up in a file: each state of the bar is a line of its own."""
+
+    def write(self, text: str) -> None:
+        text = text.strip("\r\n ")
+        if text:
+            sys.stderr.write(text + "\n")
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
 class Progress:
-    """A progress bar on standard error with the newest figures beside it; silent on other ranks."""
+    """A progress bar on standard error with the newest figures beside it; silent on other ranks.
+
+    Where standard error is no terminal, it is a line every ten seconds.
+    """
 
     def __init__(self, total: int, *, start: int = 0, enabled: bool = True):
         from tqdm import tqdm
 
-        self.bar = tqdm(total=total, initial=start, disable=not enabled, unit="it", dynamic_ncols=True, file=sys.stderr)
+        screen = sys.stderr.isatty()
+        self.bar = tqdm(
+            total=total,
+            initial=start,
+            disable=not enabled,
+            unit="it",
+            dynamic_ncols=screen,
+            mininterval=0.1 if screen else 10.0,
+            file=sys.stderr if screen else _Lines(),
+        )
 
     def step(self, **figures: str) -> None:
         """Move on by one."""
@@ -133,12 +187,25 @@ class Progress:
         self.bar.close()
 
 
+def check_trackers(names: Sequence[str]) -> None:
+    """Check that the packages of Accelerate's trackers are installed; Accelerate itself drops those that are not.
+
+    Raises:
+        ValueError: naming the package.
+    """
+    for name in names:
+        found = name == "none" or importlib.util.find_spec(name) is not None
+        check(found, "run.trackers", "must name installed packages", name, f"Install it: pip install {name}.")
+
+
 def write_video(path: Path, frames: Sequence[np.ndarray], *, fps: int = 10) -> None:
-    """Write uint8 frames `[P, P, 3]` as an MP4 (H.264), or as nothing when there are none."""
+    """Write uint8 frames `[P, P, 3]` as an MP4 (H.264), or nothing when there are none; parents are created."""
     if not frames:
         return
     import imageio.v2 as imageio
 
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # H.264 halves the resolution of colour: sides must be even, and are stretched where they are not.
     imageio.mimwrite(path, list(frames), fps=fps, macro_block_size=2, quality=8)
 
 

@@ -7,7 +7,6 @@ Usage: `train(parse_args(PPOConfig))`, from a script under `accelerate launch`.
 from __future__ import annotations
 
 import math
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,21 @@ from vla_accel.distributed import (
 )
 from vla_accel.envs.base import training_jobs
 from vla_accel.envs.make import make_env, make_vector_env
-from vla_accel.evaluate import evaluate
+from vla_accel.evaluate import can_film, evaluate, film
 from vla_accel.modes import rollout_mode, train_mode
 from vla_accel.policies import load_policy, peek_policy
 from vla_accel.policies.base import Policy, PolicySpec
 from vla_accel.ppo import make_batch, rescore, update
 from vla_accel.rollout import Seconds, collect, start
-from vla_accel.track import Progress, RunLog, closing_table, make_output_dir, write_json
+from vla_accel.track import (
+    Progress,
+    RunLog,
+    check_trackers,
+    closing_table,
+    make_output_dir,
+    write_json,
+    write_video,
+)
 from vla_accel.types import Rollout
 
 CURVES = (
@@ -168,6 +175,8 @@ def train(config: PPOConfig) -> dict[str, Any]:
     if main:
         write_json(output / "result.json", {"before": before, "after": after})
         log.plot(CURVES)
+    if config.run.video_episodes:
+        film_run(accelerator, model, policy, config, output / "videos")
     if trackers:
         accelerator.end_training()
     say(closing_table(before, after))
@@ -181,6 +190,7 @@ def check_run(config: PPOConfig) -> PolicySpec:
     Raises:
         ValueError: naming the option.
     """
+    check_trackers(config.run.trackers)
     spec = peek_policy(config.model, config.policy, suite=config.env.name)
     check_env_fits(config.env, spec)
     return spec
@@ -279,6 +289,27 @@ def rollout_metrics(accelerator: Any, rollout: Rollout) -> dict[str, float]:
         "rollout/decisions": valid,
         "rollout/voided": float(rollout.voided),
     }
+
+
+def film_run(accelerator: Any, model: torch.nn.Module, policy: Policy, config: PPOConfig, folder: Path) -> None:
+    """Write an MP4 of each of the first held-out episodes. Collective: call on every rank; the main process plays.
+
+    A film that fails is no reason to lose a run that is at its end.
+    """
+    if not can_film(config.env):
+        accelerator.print(f"No films: the environment {config.env.name} renders no pictures.")
+        return
+    with rollout_mode(model):
+        if not accelerator.is_main_process:
+            return
+        episodes, seed = config.run.video_episodes, config.run.seed
+        try:
+            films = film(model, policy, config.env, device=accelerator.device, episodes=episodes, seed=seed)
+            for number, one in enumerate(films):
+                outcome = "success" if one.episode.success else "failure"
+                write_video(folder / f"after_{number}_{outcome}.mp4", one.frames)
+        except (OSError, RuntimeError) as error:
+            accelerator.print(f"warning: the films could not be written ({error}).")
 
 
 def describe(config: PPOConfig, spec: PolicySpec, policy: Policy, output: Path) -> str:
