@@ -23,6 +23,7 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.state import PartialState
 from accelerate.utils import (
+    DistributedDataParallelKwargs,
     DistributedType,
     FullyShardedDataParallelPlugin,
     InitProcessGroupKwargs,
@@ -89,7 +90,10 @@ def make_accelerator(
         fsdp_plugin=plugin,
         log_with=list(log_with) or None,
         project_dir=project_dir,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=timeout),
+            DistributedDataParallelKwargs(broadcast_buffers=False),  # they are constants
+        ],
     )
     _check_accelerator(accelerator, gradient_accumulation_steps)
     Watch.start(timeout_s=timeout_s)
@@ -270,7 +274,8 @@ def _wrap_classes(accelerator: Accelerator, policy: nn.Module) -> tuple[str, ...
 def _candidates(policy: nn.Module) -> list[str]:
     """Class names of the layers a policy repeats, the ones worth sharding."""
     lists = (module for module in policy.modules() if isinstance(module, (nn.ModuleList, nn.Sequential)))
-    return sorted({type(child).__name__ for repeated in lists for child in repeated if any(child.parameters())})
+    layers = (layer for repeated in lists for layer in repeated if next(layer.parameters(), None) is not None)
+    return sorted({type(layer).__name__ for layer in layers})
 
 
 def check_sharding(model: nn.Module, names: Iterable[str], *, expected: int) -> int:

@@ -11,59 +11,62 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule as FSDP2
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
-from torch.distributed.fsdp._flat_param import HandleShardingStrategy
-from torch.distributed.fsdp._runtime_utils import _lazy_init, _reshard, _unshard
-from torch.distributed.tensor import DTensor
 
-from vla_accel.roll_call import meet
+from vla_accel.gathering import fsdp1_gathered, fsdp2_gathered, full_precision, kind_of, unsharded, unsynchronized
+from vla_accel.roll_call import meet, say_busy
 
-_open_rollouts: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+_open: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""Models inside one of the contexts below, and which."""
+
+_rollout_random: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+"""Where each model's last rollout left torch's global random state."""
 
 
 @contextmanager
 def rollout_mode(model: nn.Module, *, timeout_s: float = 60.0) -> Iterator[nn.Module]:
     """Act with a model that may be sharded: no gradients, eval mode, and no collective until the context ends.
 
-    Entering gathers one full copy of the parameters in compute dtype (bf16 under bf16 mixed precision); leaving frees
-    it. Inside, each rank may run as many forwards as it likes. Everything is put back on the way out, also after an
-    exception: every submodule's train/eval flag, gradient checkpointing, and torch's global random state. Entering
-    again inside changes nothing.
+    Entering gathers one full copy of the parameters in compute dtype (bf16 under bf16 mixed precision) beside the
+    shards; leaving frees it. Inside, each rank may run as many forwards as it likes. Everything is put back on the way
+    out, also after an exception: each submodule's train/eval flag, gradient checkpointing, and torch's global random
+    state, of which rollouts have a stream of their own. Entering again inside changes nothing.
 
-    Collective on entry: call on every rank.
+    What is written to parameters inside is lost where they are sharded, and an error where they are not.
+
+    Collective on entry, not on leaving: call on every rank.
 
     Args:
         model: prepared as FSDP1, FSDP2 or DDP, or a plain module.
-        timeout_s: seconds to wait on entry for the other ranks.
+        timeout_s: seconds to wait on entry for other ranks, not counting those that are still in a rollout.
 
     Raises:
-        RuntimeError: a rank that does not enter.
+        RuntimeError: a rank that does not enter, or a parameter that was written to.
         ValueError: a wrapper that cannot be gathered this way.
     """
-    if _open_rollouts.get(model):
+    if _open.get(model) == "rollout_mode":
         yield model
         return
-    kind = _kind_of(model)
+    kind = kind_of(model)
+    _check_closed(model, "rollout_mode")
     if kind != "plain":
-        meet("enter rollout_mode", timeout_s=timeout_s)
+        meet("enter rollout_mode", timeout_s=timeout_s, busy="rollout")
+    gathered = {"fsdp1": fsdp1_gathered, "fsdp2": fsdp2_gathered, "ddp": unsynchronized, "plain": unsharded}[kind]
     with ExitStack() as stack:
+        if kind != "plain":
+            stack.callback(say_busy, "")
         stack.enter_context(_restored_flags(model))
-        stack.enter_context(torch.random.fork_rng())
+        stack.enter_context(_own_random_stream(model))
         stack.enter_context(torch.no_grad())
         model.eval()
-        _set_checkpointing(model, False)
-        if kind == "fsdp1":
-            stack.enter_context(_fsdp1_gathered(model))
-        elif kind == "fsdp2":
-            stack.enter_context(_fsdp2_gathered(model))
-        _open_rollouts[model] = True
-        stack.callback(_open_rollouts.pop, model)
+        for module in _checkpointing(model):
+            module.gradient_checkpointing = False
+        stack.enter_context(gathered(model))
+        stack.enter_context(_opened(model, "rollout_mode"))
         yield model
 
 
@@ -76,134 +79,97 @@ def train_mode(model: nn.Module) -> Iterator[nn.Module]:
     back on leaving.
 
     Raises:
-        RuntimeError: entered inside `rollout_mode` of the same model, where nothing is sharded.
+        RuntimeError: entered inside `rollout_mode` or `full_params` of the same model, where nothing is sharded.
     """
-    if _open_rollouts.get(model):
-        raise RuntimeError("train_mode was entered inside rollout_mode of the same model; leave rollout_mode first.")
+    _check_closed(model, "train_mode")
     with _restored_flags(model), torch.enable_grad():
         model.eval()
         model.training = True
-        for module in model.modules():
-            if getattr(module, "gradient_checkpointing", False) is True:
-                module.training = True
+        for module in _checkpointing(model):
+            module.training = True
         yield model
 
 
 @contextmanager
 def full_params(model: nn.Module) -> Iterator[nn.Module]:
-    """Show the raw full-precision parameters of a model that may be sharded, to read: export, folding, copies.
+    """Show the raw, full-precision parameters of a model that may be sharded, to read: export, folding, copies.
 
-    For reading weights, not for forwards (`rollout_mode`). What is written inside is lost. Holds a full copy at the
-    parameters' own dtype on every rank. Collective: call on every rank.
+    For reading `named_parameters()`, not for forwards (`rollout_mode`) and not for `state_dict()`, which FSDP
+    overrides. Holds a full copy in the parameters' own dtype on every rank; what is written to it is lost where
+    parameters are sharded. Collective: call on every rank.
+
+    Raises:
+        RuntimeError: entered inside `rollout_mode` of the same sharded model.
+        ValueError: a wrapper that cannot be gathered this way.
     """
-    kind = _kind_of(model)
-    if kind == "fsdp1":
-        with FSDP1.summon_full_params(model, writeback=False):
-            yield model
-    elif kind == "fsdp2":
-        with _fsdp2_full_precision(model):
-            yield model
-    else:
+    kind = kind_of(model)
+    if kind in ("plain", "ddp") or _open.get(model) == "full_params":
+        yield model
+        return
+    _check_closed(model, "full_params")
+    with full_precision(model), _opened(model, "full_params"):
         yield model
 
 
-def _kind_of(model: nn.Module) -> str:
-    """`fsdp1`, `fsdp2`, `ddp` or `plain`; refuses what cannot be gathered."""
-    if isinstance(model, FSDP1):
-        return "fsdp1"
-    if isinstance(model, FSDP2):
-        return "fsdp2"
-    if any(isinstance(module, (FSDP1, FSDP2)) for module in model.modules()):
-        raise ValueError("this module is inside a sharded model: pass the model that accelerator.prepare returned.")
-    if type(model).__name__ == "DeepSpeedEngine":
-        raise ValueError("DeepSpeed is not supported: use the preset fsdp2.yaml (or fsdp2_offload.yaml).")
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise ValueError("tensor parallelism is not supported: use the preset fsdp2.yaml, which shards over all ranks.")
-    return "ddp" if isinstance(model, nn.parallel.DistributedDataParallel) else "plain"
+def _check_closed(model: nn.Module, entering: str) -> None:
+    if model in _open:
+        raise RuntimeError(f"{entering} was entered inside {_open[model]} of the same model; leave that first.")
+
+
+@contextmanager
+def _opened(model: nn.Module, name: str) -> Iterator[None]:
+    _open[model] = name
+    try:
+        yield
+    finally:
+        del _open[model]
+
+
+def _checkpointing(model: nn.Module) -> list[nn.Module]:
+    """Submodules whose own gradient checkpointing is on; wrappers, which show their module's flags, are not."""
+    return [
+        module
+        for module in model.modules()
+        if vars(module).get("gradient_checkpointing", getattr(type(module), "gradient_checkpointing", False)) is True
+    ]
 
 
 @contextmanager
 def _restored_flags(model: nn.Module) -> Iterator[None]:
-    """Put back each submodule's `training` and `gradient_checkpointing` flags."""
+    """Put back what the contexts above change in submodules."""
     training = {module: module.training for module in model.modules()}
-    checkpointing = {
-        module: module.gradient_checkpointing for module in training if hasattr(module, "gradient_checkpointing")
-    }
+    checkpointing = _checkpointing(model)
     try:
         yield
     finally:
         for module, flag in training.items():
             module.training = flag
-        for module, flag in checkpointing.items():
-            module.gradient_checkpointing = flag
-
-
-def _set_checkpointing(model: nn.Module, flag: bool) -> None:
-    for module in model.modules():
-        if hasattr(module, "gradient_checkpointing"):
-            module.gradient_checkpointing = flag
+        for module in checkpointing:
+            module.gradient_checkpointing = True
 
 
 @contextmanager
-def _fsdp1_gathered(model: FSDP1) -> Iterator[None]:
-    """Unshard each unit in compute dtype, and keep its own forward from resharding it."""
-    _lazy_init(model, model)
-    units = [unit for unit in FSDP1.fsdp_modules(model) if unit._handle is not None]
-    strategies = [unit._handle._sharding_strategy for unit in units]
-    keep = {
-        HandleShardingStrategy.FULL_SHARD: HandleShardingStrategy.SHARD_GRAD_OP,
-        HandleShardingStrategy.HYBRID_SHARD: HandleShardingStrategy._HYBRID_SHARD_ZERO2,
-    }
+def _own_random_stream(model: nn.Module) -> Iterator[None]:
+    """Put back torch's global random state, and go on where the last rollout of this model stopped.
+
+    Starting each rollout from training's state would give all of them the same noise if training draws none.
+    """
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    module = getattr(torch, device.type)
+    has_own = device.type not in ("cpu", "meta")
+
+    def state() -> tuple[Any, ...]:
+        return torch.get_rng_state(), module.get_rng_state() if has_own else None
+
+    def set_state(cpu: torch.Tensor, own: torch.Tensor | None) -> None:
+        torch.set_rng_state(cpu)
+        if own is not None:
+            module.set_rng_state(own)
+
+    before = state()
+    set_state(*_rollout_random.get(model, before))
     try:
-        for unit in units:
-            stream = unit._device_handle.current_stream()
-            _unshard(unit, unit._handle, stream, stream)
-            unit._handle._sharding_strategy = keep.get(unit._handle._sharding_strategy, unit._handle._sharding_strategy)
         yield
     finally:
-        for unit, strategy in zip(units, strategies, strict=True):
-            unit._handle._sharding_strategy = strategy
-            unit._handle._training_state, unit.training_state = HandleTrainingState.IDLE, TrainingState.IDLE
-            _reshard(unit, unit._handle, unit._handle.uses_sharded_strategy)
-
-
-@contextmanager
-def _fsdp2_gathered(model: FSDP2) -> Iterator[None]:
-    """Unshard each unit in compute dtype, and keep its own forward from resharding it."""
-    model._get_fsdp_state()._lazy_init()
-    units = [module for module in model.modules() if isinstance(module, FSDP2)]
-    groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
-    meshes = [group.post_forward_mesh_info for group in groups]
-    try:
-        for unit in units:
-            unit.unshard()
-        for group in groups:
-            group.post_forward_mesh_info = None
-        yield
-    finally:
-        for group, mesh in zip(groups, meshes, strict=True):
-            group.post_forward_mesh_info = mesh
-        for unit in units:
-            unit.reshard()
-
-
-@contextmanager
-def _fsdp2_full_precision(model: FSDP2) -> Iterator[None]:
-    """Register full copies in place of the sharded parameters."""
-    full: dict[nn.Parameter, nn.Parameter] = {}
-    places = [
-        (module, name, parameter)
-        for module in model.modules()
-        for name, parameter in module._parameters.items()
-        if isinstance(parameter, DTensor)
-    ]
-    try:
-        for module, name, parameter in places:
-            if parameter not in full:
-                data = parameter.detach().to(parameter.device_mesh.device_type).full_tensor()
-                full[parameter] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-            module._parameters[name] = full[parameter]
-        yield
-    finally:
-        for module, name, parameter in places:
-            module._parameters[name] = parameter
+        _rollout_random[model] = state()
+        set_state(*before)

@@ -1,0 +1,191 @@
+"""How each generation of FSDP gathers a model's parameters, keeps them, and gives them back.
+
+The one file that knows torch's private FSDP names; written against torch 2.6 to 2.14.
+
+Not here: what else changes between rollout and training (`modes.py`, the only user).
+Usage: `with fsdp2_gathered(model): ...`
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule as FSDP2
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
+from torch.distributed.fsdp._flat_param import HandleShardingStrategy
+from torch.distributed.fsdp._runtime_utils import _lazy_init, _reshard, _unshard
+from torch.distributed.tensor import DTensor
+
+KEEPING = {
+    HandleShardingStrategy.FULL_SHARD: HandleShardingStrategy.SHARD_GRAD_OP,
+    HandleShardingStrategy.HYBRID_SHARD: HandleShardingStrategy._HYBRID_SHARD_ZERO2,
+}
+"""FSDP1 strategies that free a unit after its forward, and their counterparts that do not."""
+
+
+def kind_of(model: nn.Module) -> str:
+    """`fsdp1`, `fsdp2`, `ddp` or `plain`.
+
+    Raises:
+        ValueError: for what cannot be gathered, with what to use instead.
+    """
+    if isinstance(model, FSDP1):
+        if any(unit.cpu_offload.offload_params for unit in FSDP1.fsdp_modules(model)):
+            raise ValueError("FSDP1 with parameters offloaded to the CPU is not supported: use fsdp2_offload.yaml.")
+        return "fsdp1"
+    if isinstance(model, FSDP2):
+        return "fsdp2"
+    if any(isinstance(module, (FSDP1, FSDP2)) for module in model.modules()):
+        raise ValueError("This module is part of a sharded model; pass what accelerator.prepare returned instead.")
+    if type(model).__name__ == "DeepSpeedEngine" or any(hasattr(p, "ds_id") for p in model.parameters()):
+        raise ValueError("DeepSpeed (ZeRO) is not supported: use fsdp2.yaml, or fsdp2_offload.yaml for offloading.")
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ValueError("Tensor parallelism is not supported: use fsdp2.yaml, which shards over all ranks.")
+    return "ddp" if isinstance(model, nn.parallel.DistributedDataParallel) else "plain"
+
+
+@contextmanager
+def unsharded(model: nn.Module) -> Iterator[None]:
+    """Gather nothing: these parameters are the ones that train, so raise if they are written to."""
+    versions = {name: (parameter, parameter._version) for name, parameter in model.named_parameters()}
+    yield
+    written = [name for name, (parameter, version) in versions.items() if parameter._version != version]
+    if written:
+        raise RuntimeError(f"Parameters were written to inside rollout_mode, which changes what trains: {written[:5]}.")
+
+
+@contextmanager
+def unsynchronized(model: nn.parallel.DistributedDataParallel) -> Iterator[None]:
+    """Like `unsharded`, and keep DDP from broadcasting buffers before each forward."""
+    before, model.require_forward_param_sync = model.require_forward_param_sync, False
+    try:
+        with unsharded(model):
+            yield
+    finally:
+        model.require_forward_param_sync = before
+
+
+@contextmanager
+def fsdp1_gathered(model: FSDP1) -> Iterator[None]:
+    """Gather each unit in compute dtype, and keep its own forward from giving it back. Collective on entry.
+
+    Where parameters are kept in compute dtype this is `summon_full_params`. Under mixed precision, summoning makes a
+    full-precision copy that no layer reads while each layer still gathers its own; there, units gather the way their
+    forwards do.
+    """
+    _lazy_init(model, model)
+    units = [unit for unit in FSDP1.fsdp_modules(model) if unit._handle and unit._handle.uses_sharded_strategy]
+    if not units:  # a single process, or NO_SHARD
+        with unsharded(model):
+            yield
+        return
+    saved = [(unit._handle, unit._handle._sharding_strategy, unit._handle._pre_forward_order_index) for unit in units]
+    order, scratch = model._exec_order_data, copy.copy(model._exec_order_data)
+    scratch.handles_pre_forward_order, scratch.handles_post_forward_order = [], []
+
+    def show(*_: Any) -> None:
+        # A forward leaves views of the shards behind. Parameters are to look whole, and writes to miss the shards.
+        for unit in units:
+            unit.training_state, unit._handle._training_state = TrainingState.IDLE, HandleTrainingState.IDLE
+            unit._handle.unshard()
+
+    def restore() -> None:
+        for unit in FSDP1.fsdp_modules(model):
+            unit._exec_order_data, unit.training_state = order, TrainingState.IDLE
+        for handle, strategy, index in saved:
+            handle._sharding_strategy, handle._training_state = strategy, HandleTrainingState.IDLE
+            handle._pre_forward_order_index, handle._post_forward_index = index, None
+
+    _reshard_all(model)
+    with ExitStack() as stack:
+        if all(handle._use_orig_params and not handle._uses_param_mixed_precision for handle, _, _ in saved):
+            stack.enter_context(FSDP1.summon_full_params(model, writeback=False))
+        else:
+            stack.callback(_reshard_all, model)
+            for unit in units:
+                stream = unit._device_handle.current_stream()
+                _unshard(unit, unit._handle, stream, stream)
+        stack.callback(restore)
+        for unit in FSDP1.fsdp_modules(model):
+            unit._exec_order_data = scratch
+        for handle, strategy, _ in saved:
+            handle._sharding_strategy = KEEPING.get(strategy, strategy)
+        stack.callback(model.register_forward_hook(show, always_call=True).remove)
+        yield
+
+
+@contextmanager
+def fsdp2_gathered(model: FSDP2) -> Iterator[None]:
+    """Gather each unit in compute dtype, and keep its own forward from giving it back. Collective on entry."""
+    root = model._get_fsdp_state()
+    root._lazy_init()
+    units = [module for module in model.modules() if isinstance(module, FSDP2)]
+    states = [unit._get_fsdp_state() for unit in units]
+    groups = [group for state in states for group in _groups(state)]
+    after_forward = [group.post_forward_mesh_info for group in groups]
+    _reshard_all(model)
+    try:
+        for unit in units:
+            unit.unshard()
+        for group in groups:
+            group.post_forward_mesh_info = None
+        yield
+    finally:
+        # As after a backward: no forward under way, even if one was cut short, and no order to prefetch by.
+        root._state_ctx.iter_forward_root = None
+        root._comm_ctx.post_forward_order.clear()
+        for state in states:
+            state._training_state = type(state._training_state).IDLE
+        for group, mesh_info in zip(groups, after_forward, strict=True):
+            group._training_state = type(group._training_state).IDLE
+            group._post_forward_indices.clear()
+            group.post_forward_mesh_info = mesh_info
+        _reshard_all(model)
+
+
+def _reshard_all(model: nn.Module) -> None:
+    """Free what is gathered. A forward without a backward leaves the root so, soon older than the last step."""
+    for unit in model.modules():
+        if isinstance(unit, FSDP2):
+            unit.reshard()
+        elif isinstance(unit, FSDP1) and unit._handle and unit._handle.uses_sharded_strategy:
+            _reshard(unit, unit._handle, True)
+
+
+def _groups(state: Any) -> list[Any]:
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+@contextmanager
+def full_precision(model: nn.Module) -> Iterator[None]:
+    """Show whole parameters in the dtype they are kept in. Collective on entry."""
+    if isinstance(model, FSDP1):
+        _lazy_init(model, model)
+    _reshard_all(model)
+    if isinstance(model, FSDP1):
+        with FSDP1.summon_full_params(model, writeback=False):
+            yield
+        return
+    places = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if isinstance(parameter, DTensor)
+    ]
+    whole: dict[nn.Parameter, nn.Parameter] = {}
+    try:
+        for module, name, parameter in places:
+            if parameter not in whole:  # tied parameters stay tied
+                data = parameter.detach().to(parameter.device_mesh.device_type).full_tensor()
+                whole[parameter] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+            module._parameters[name] = whole[parameter]
+        yield
+    finally:
+        for module, name, parameter in places:
+            module._parameters[name] = parameter
