@@ -161,17 +161,23 @@ def _stack(steps: list[dict], next_value: Tensor, episodes: list[Episode], secon
     def numbers(name: str, dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(np.stack([step[name] for step in steps])).to(dtype)
 
+    valid = numbers("valid", torch.bool)
+
+    def in_episodes(x: Tensor) -> Tensor:
+        x[~valid] = 0
+        return x
+
     return Rollout(
         inputs={name: torch.stack([step["inputs"][name] for step in steps]) for name in steps[0]["inputs"]},
         trace={name: torch.stack([sample.trace[name] for sample in samples]) for name in samples[0].trace},
-        log_prob=torch.stack([sample.log_prob for sample in samples]),
-        value=torch.stack([sample.value for sample in samples]),
-        next_value=next_value,
+        log_prob=in_episodes(torch.stack([sample.log_prob for sample in samples])),
+        value=in_episodes(torch.stack([sample.value for sample in samples])),
+        next_value=in_episodes(next_value),
         reward=numbers("reward", torch.float32),
         executed=numbers("executed", torch.int64),
         terminated=numbers("terminated", torch.bool),
         truncated=numbers("truncated", torch.bool),
-        valid=numbers("valid", torch.bool),
+        valid=valid,
         episodes=episodes,
         seconds=seconds,
     )

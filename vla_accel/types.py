@@ -129,7 +129,8 @@ class Episode:
 class Rollout:
     """T decisions of N environments, as collected. Tensors live on the CPU.
 
-    Rows that belong to no episode (an environment that had no more jobs) are False in `valid` and hold zeros.
+    Rows that belong to no episode (an environment that had no more jobs) are False in `valid`. Their numbers are 0;
+    `inputs` and `trace` hold what the policy made of an observation of zeros.
 
     Attributes:
         inputs: policy inputs, a dict of tensors `[T, N, ...]`.
