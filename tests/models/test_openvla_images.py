@@ -67,16 +67,17 @@ def test_an_image_of_the_models_size_is_only_normalised():
 
 
 def test_letterbox_of_an_odd_difference_stays_one_pixel_short_of_a_square():
-    # 7 x 4: margins int(3 / 2) = 1 above and below give 7 x 6; the shorter side fits, the crop starts at round(0.5) = 0.
+    # 7 x 4: margins int(3 / 2) = 1 above and below give 7 x 6; the shorter side fits, the crop starts at round(0.5).
     image = np.random.default_rng(0).integers(0, 256, (4, 7, 3), dtype=np.uint8)
     resized = image_processor("letterbox", size=6).resize([image])[0].permute(1, 2, 0).numpy()
     assert (resized[[0, 5]] == 127).all()
     np.testing.assert_array_equal(resized[1:5], image[:, :6])
 
 
-def test_crop_cuts_fractions_of_the_longer_side_off():
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (3, 5, 3), dtype=np.uint8))
-    resized = image_processor("resize-crop", size=1).resize([image])[0, :, 0, 0]  # 1 * 5 / 3 = 1.67 -> 1 pixel wide
+@pytest.mark.parametrize("shape", [(3, 5, 3), (5, 3, 3)])
+def test_fractions_of_the_longer_side_are_cut_off(shape):
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8))
+    resized = image_processor("resize-crop", size=1).resize([image])[0, :, 0, 0]  # 1 * 5 / 3 = 1.67 gives 1 pixel
     assert tuple(resized.tolist()) == image.resize((1, 1), Image.Resampling.BICUBIC).getpixel((0, 0))
 
 

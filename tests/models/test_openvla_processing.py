@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from transformers import PreTrainedTokenizerFast
 
 from vla_accel.models.openvla.images import PrismaticImageProcessor
-from vla_accel.models.openvla.processing import SPACE, PrismaticProcessor
+from vla_accel.models.openvla.processing import PROMPTS, SPACE, PrismaticProcessor
 from vla_accel.models.tiny import tiny_tokenizer
 
 DATA = Path(__file__).parents[1] / "data" / "openvla"
@@ -133,6 +133,12 @@ def test_every_row_of_a_batch_ends_in_one_space_piece_before_its_padding(process
     for row, length in zip(input_ids, lengths, strict=True):
         assert row[length - 2 : length].tolist() == [processor.tokenizer.convert_tokens_to_ids(":"), processor.space_id]
         assert (row[length:] == processor.tokenizer.pad_token_id).all()
+
+
+def test_a_prompt_that_ends_in_a_space_already_gets_no_second_space_piece(processor, monkeypatch):
+    expected = processor.encode(["lift it"])
+    monkeypatch.setitem(PROMPTS, "openvla", PROMPTS["openvla"] + " ")
+    torch.testing.assert_close(processor.encode(["lift it"]), expected)
 
 
 def test_a_fixed_length_pads_and_refuses_longer_prompts(processor):

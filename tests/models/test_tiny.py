@@ -64,8 +64,9 @@ def test_the_prompt_is_one_token_per_word():
     assert tokenizer.convert_ids_to_tokens(ids) == expected
 
 
-def test_ids_are_laid_out_as_in_llama():
-    tokenizer = tiny_tokenizer()
+@pytest.mark.parametrize("tasks", [TASK_WORDS, [], ["lift it"], ["open the drawer", "flip the quick brown fox"]])
+def test_ids_are_laid_out_as_in_llama(tasks):
+    tokenizer = tiny_tokenizer(tasks)
     real = tokenizer.pad_token_id
     assert real % 64 == 0
     assert len(tokenizer) == real + 1
