@@ -161,9 +161,10 @@ def replay(policy, rollout, index):
             obs, reward, terminated, _, _ = env.step(action.astype(np.float32))
             steps += 1
             row["reward"] += reward
+            row["executed"] = number
             if terminated or steps == LIMIT:
                 break
-        row |= {"executed": number, "terminated": terminated, "truncated": steps == LIMIT and not terminated}
+        row |= {"terminated": terminated, "truncated": steps == LIMIT and not terminated}
         row["next_value"] = 0.0 if terminated else worth(obs)
         yield row
         if terminated or steps == LIMIT:
