@@ -21,12 +21,10 @@ import typing
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from vla_accel.config import MODELS, POLICY_OPTIONS, default_policy
+from vla_accel.config import MODELS, POLICY_OPTIONS, Config, default_policy
 from vla_accel.rules import did_you_mean
-
-Config = TypeVar("Config")
 
 
 def run(kind: type[Config], target: str) -> None:

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import typing
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from vla_accel.rules import check, check_choice, check_counts, check_numbers, check_seed, check_shares, nearest_divisor
+
+Config = TypeVar("Config")
 
 DTYPES = ("float32", "bfloat16")
 TRACKERS = (
@@ -413,3 +416,27 @@ def _json_or_text(text: str) -> object:
 def to_dict(config: object) -> dict[str, Any]:
     """A config as plain dictionaries, ready for JSON."""
     return dataclasses.asdict(config)  # type: ignore[call-overload]
+
+
+def from_dict(kind: type[Config], tree: dict[str, Any]) -> Config:
+    """The config that `to_dict` wrote, also after JSON: what a run's `config.json` holds.
+
+    Args:
+        kind: its root class, e.g. `PPOConfig`.
+        tree: nested dictionaries.
+
+    Raises:
+        TypeError: for an option that does not exist.
+        ValueError: for a value that breaks its rule.
+    """
+    values: dict[str, Any] = {}
+    for name, annotation in typing.get_type_hints(kind).items():
+        if name not in tree:
+            continue
+        value = tree[name]
+        if name == "policy":
+            annotation = type(default_policy(tree["model"]))
+        if dataclasses.is_dataclass(annotation):
+            value = from_dict(typing.cast(type, annotation), value)
+        values[name] = tuple(value) if isinstance(value, list) else value
+    return kind(**{**tree, **values})

@@ -1,7 +1,7 @@
 """Demonstrations: recorded from a simulator's scripted expert, kept as a `datasets` folder, cut into action chunks.
 
 Not here: learning from them (`sft.py`).
-Usage: `demos = record(EnvConfig(), episodes=1000, seed=0)`, `demos.save(folder)`, `Demonstrations.load(folder)`.
+Usage: `demos = record(SimulatorConfig(), episodes=1000, seed=0)`, `demos.save(folder)`, `Demonstrations.load(folder)`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vla_accel.config import EnvConfig, check
+from vla_accel.config import SimulatorConfig, check
 from vla_accel.envs.make import make_env
 from vla_accel.types import Observation
 
@@ -49,6 +49,25 @@ class Demonstrations:
             images={name: image[index] for name, image in self.images.items()},
             state=self.state[index],
             instructions=[self.instructions[task] for task in self.task_id[index]],
+        )
+
+    def successful(self) -> Demonstrations:
+        """The episodes that solved their task.
+
+        Raises:
+            ValueError: when there is none.
+        """
+        keep = self.success
+        if not keep.any():
+            raise ValueError("None of the demonstrations solved its task, and --data.keep_failures is False.")
+        return Demonstrations(
+            images={name: image[keep] for name, image in self.images.items()},
+            state=self.state[keep],
+            action=self.action[keep],
+            task_id=self.task_id[keep],
+            episode=self.episode[keep],
+            success=keep[keep],
+            instructions=self.instructions,
         )
 
     def chunk(self, index: np.ndarray, size: int) -> np.ndarray:
@@ -110,7 +129,13 @@ class Demonstrations:
 
 
 def record(
-    config: EnvConfig, *, episodes: int, seed: int, speed: float = 1.0, speed_jitter: float = 0.0, noise: float = 0.0
+    config: SimulatorConfig,
+    *,
+    episodes: int,
+    seed: int,
+    speed: float = 1.0,
+    speed_jitter: float = 0.0,
+    noise: float = 0.0,
 ) -> Demonstrations:
     """Let a simulator's scripted expert play training states.
 

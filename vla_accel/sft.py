@@ -48,7 +48,7 @@ def finetune(config: SFTConfig) -> dict[str, Any]:
     )
     if accelerator.is_main_process:
         write_json(output / "config.json", to_dict(config))
-    accelerator.print(f"{len(demos)} frames of {demos.episode.max() + 1} demonstrations; output: {output}")
+    accelerator.print(f"{len(demos)} frames of {len(np.unique(demos.episode))} demonstrations; output: {output}")
     log = RunLog(output, enabled=accelerator.is_main_process)
     progress = Progress(config.sft.steps, enabled=accelerator.is_main_process)
     recent: list[float] = []
@@ -81,16 +81,19 @@ def finetune(config: SFTConfig) -> dict[str, Any]:
 
 def _demonstrations(config: SFTConfig) -> Demonstrations:
     data = config.data
-    if data.path:
-        return Demonstrations.load(data.path)
-    return record(
-        config.env,
-        episodes=data.episodes,
-        seed=config.run.seed,
-        speed=data.speed,
-        speed_jitter=data.speed_jitter,
-        noise=data.noise,
+    demos = (
+        Demonstrations.load(data.path)
+        if data.path
+        else record(
+            config.env,
+            episodes=data.episodes,
+            seed=config.run.seed,
+            speed=data.speed,
+            speed_jitter=data.speed_jitter,
+            noise=data.noise,
+        )
     )
+    return demos if data.keep_failures else demos.successful()
 
 
 def _rate(options: SFTOptions, step: int) -> float:
