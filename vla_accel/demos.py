@@ -71,8 +71,9 @@ class Demonstrations:
         )
 
     def chunk(self, index: np.ndarray, size: int) -> np.ndarray:
-        """The expert's next `size` actions from each frame, float32 `[B, K, A]`; past its end an episode repeats its
-        last action.
+        """The expert's next `size` actions from each frame, float32 `[B, K, A]`.
+
+        Past its end an episode repeats its last action.
         """
         ahead = index[:, None] + np.arange(size)
         last = np.searchsorted(self.episode, self.episode[index], side="right") - 1
