@@ -79,11 +79,7 @@ def fsdp1_gathered(model: FSDP1) -> Iterator[None]:
     forwards do.
     """
     _lazy_init(model, model)
-    units = [unit for unit in FSDP1.fsdp_modules(model) if unit._handle and unit._handle.uses_sharded_strategy]
-    if not units:  # a single process, or NO_SHARD
-        with unsharded(model):
-            yield
-        return
+    units = [unit for unit in FSDP1.fsdp_modules(model) if unit._handle]
     saved = [(unit._handle, unit._handle._sharding_strategy, unit._handle._pre_forward_order_index) for unit in units]
     order, scratch = model._exec_order_data, copy.copy(model._exec_order_data)
     scratch.handles_pre_forward_order, scratch.handles_post_forward_order = [], []
@@ -94,6 +90,10 @@ def fsdp1_gathered(model: FSDP1) -> Iterator[None]:
             unit.training_state, unit._handle._training_state = TrainingState.IDLE, HandleTrainingState.IDLE
             unit._handle.unshard()
 
+    def recover(*_: Any) -> None:
+        if model.training_state != TrainingState.IDLE:  # the last forward was cut short
+            show()
+
     def restore() -> None:
         for unit in FSDP1.fsdp_modules(model):
             unit._exec_order_data, unit.training_state = order, TrainingState.IDLE
@@ -103,7 +103,10 @@ def fsdp1_gathered(model: FSDP1) -> Iterator[None]:
 
     _reshard_all(model)
     with ExitStack() as stack:
-        if all(handle._use_orig_params and not handle._uses_param_mixed_precision for handle, _, _ in saved):
+        if not any(handle.uses_sharded_strategy for handle, _, _ in saved):  # a single process
+            stack.enter_context(unsharded(model))
+            stack.callback(_reshard_all, model)
+        elif all(handle._use_orig_params and not handle._uses_param_mixed_precision for handle, _, _ in saved):
             stack.enter_context(FSDP1.summon_full_params(model, writeback=False))
         else:
             stack.callback(_reshard_all, model)
@@ -115,6 +118,7 @@ def fsdp1_gathered(model: FSDP1) -> Iterator[None]:
             unit._exec_order_data = scratch
         for handle, strategy, _ in saved:
             handle._sharding_strategy = KEEPING.get(strategy, strategy)
+        stack.callback(model.register_forward_pre_hook(recover).remove)
         stack.callback(model.register_forward_hook(show, always_call=True).remove)
         yield
 
@@ -153,8 +157,8 @@ def _reshard_all(model: nn.Module) -> None:
     for unit in model.modules():
         if isinstance(unit, FSDP2):
             unit.reshard()
-        elif isinstance(unit, FSDP1) and unit._handle and unit._handle.uses_sharded_strategy:
-            _reshard(unit, unit._handle, True)
+        elif isinstance(unit, FSDP1) and unit._handle:
+            _reshard(unit, unit._handle, unit._handle.uses_sharded_strategy)
 
 
 def _groups(state: Any) -> list[Any]:

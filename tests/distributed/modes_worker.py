@@ -288,7 +288,7 @@ def check_trains_on(case: Case) -> None:
     if not case.bf16:
         reference = {name: p.detach() for name, p in case.reference.named_parameters()}
         found = case.weights()
-        assert found.keys() == reference.keys()
+        assert found.keys() == reference.keys(), found.keys() ^ reference.keys()
         for name, value in reference.items():
             torch.testing.assert_close(found[name], value, msg=lambda text, name=name: f"{name}: {text}")
 
@@ -356,7 +356,7 @@ def check_train_mode(case: Case) -> None:
 def check_full_params(case: Case) -> None:
     found = case.weights()
     shapes = {name: parameter.shape for name, parameter in case.reference.named_parameters()}
-    assert {name: value.shape for name, value in found.items()} == shapes
+    assert {name: value.shape for name, value in found.items()} == shapes, found.keys() ^ shapes.keys()
     assert {value.dtype for value in found.values()} == {torch.float32}
     if case.fsdp:
         with rollout_mode(case.model), raises(RuntimeError, "full_params", "rollout_mode"), full_params(case.model):
