@@ -7,7 +7,7 @@ from vla_accel.ppo import make_batch
 from vla_accel.rollout import act
 from vla_accel.types import Observation, Rollout
 
-INSTRUCTIONS = ("reach the red block", "pick up the blue block", "slide it", "push the yellow block")
+INSTRUCTIONS = ("reach the red block", "pick up the blue block", "slide it far away", "push the yellow block")
 """Four tasks whose prompts have at least three lengths."""
 
 

@@ -21,7 +21,6 @@ from vla_accel.policies import token
 from vla_accel.policies.base import Policy, PolicySpec, ValueHead
 from vla_accel.types import Observation, PolicySample, PolicyScore, TensorDict
 
-
 EMBEDDED = Path(__file__).parent.parent / "assets"
 """Folder of the small checkpoints that ship with the package, one per model name."""
 
@@ -67,10 +66,10 @@ def load(model: str, config: PolicyConfig, suite: str | None) -> OpenVLAPolicy:
 
 def _overrides(model: str, config: PolicyConfig) -> dict[str, Any]:
     """What the choice of the model says about a checkpoint whose own configuration is silent."""
-    if not isinstance(config, OFTPolicyConfig):
+    if model == "openvla":
         return {"action_decoding": "autoregressive"}
     overrides: dict[str, Any] = {"action_decoding": "parallel"}
-    if config.append_stop_token is not None:
+    if isinstance(config, OFTPolicyConfig) and config.append_stop_token is not None:
         overrides["append_stop_token"] = config.append_stop_token
     return overrides
 
@@ -180,6 +179,12 @@ class OpenVLAPolicy(Policy):
 
     def _act(self, inputs: TensorDict, greedy: bool) -> PolicySample:
         log_probs: list[Tensor] = []
+        rows = len(inputs["input_ids"])
+        if not greedy and len(self.streams) != rows:
+            raise RuntimeError(
+                f"{rows} environments are to sample, but there are {len(self.streams)} streams of noise. Call "
+                f"seed(seed, first_env=..., num_envs={rows}) first, or act with greedy=True."
+            )
 
         def choose(logits: Tensor) -> Tensor:
             noise = None if greedy else token.gumbel_noise(self.streams, tuple(logits.shape[1:])).to(logits.device)
