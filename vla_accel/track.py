@@ -214,8 +214,9 @@ def closing_table(before: Mapping[str, Any] | None, after: Mapping[str, Any] | N
     if before is None or after is None:
         return "No evaluation (--run.eval_episodes 0)."
     names = [*after["tasks"], "all"]
-    width = max(len(name) for name in names)
-    lines = [f"{'held-out success':<{width}}   before              after                    n"]
+    title = "held-out success"
+    width = max(len(name) for name in [title, *names])
+    lines = [f"{title:<{width}}   {'before':<18}      {'after':<18}  {'n':>5}"]
     for name in names:
         old, new = (side if name == "all" else side["tasks"][name] for side in (before, after))
         lines.append(f"{name:<{width}}   {_rate(old)}  ->  {_rate(new)}  {new['n']:5d}")
