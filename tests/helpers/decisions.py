@@ -20,6 +20,12 @@ def observation(num, *, seed=0, instructions=INSTRUCTIONS):
     )
 
 
+def acts(policy, obs, *, greedy=False, seed=0, first_env=0):
+    """What the policy does first of all with new streams of noise."""
+    policy.seed(seed, first_env=first_env, num_envs=len(obs))
+    return policy(policy.prepare(obs), greedy=greedy)
+
+
 def rollout_of(policy, *, num_decisions=3, num_envs=4, seed=0):
     """Sampled decisions on random observations; chunks end after a random number of steps, one row is invalid."""
     policy.seed(seed, first_env=0, num_envs=num_envs)

@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vla_accel.config import OFTPolicyConfig, PolicyConfig
+from vla_accel.config import OFTPolicyConfig, PolicyConfig, check
 from vla_accel.models import load_vla, peek_vla, save_vla
 from vla_accel.models.openvla.actions import OFT_EPS, ActionStatistics, ActionTokenizer
 from vla_accel.policies import token
@@ -31,6 +32,7 @@ def peek(model: str, config: PolicyConfig, suite: str | None) -> PolicySpec:
     """See `policies.peek_policy`."""
     path = config.path or str(EMBEDDED / model)
     vla = peek_vla(path, **_overrides(model, config))
+    _check_fits(model, config, path, vla)
     statistics = ActionStatistics.from_norm_stats(vla.norm_stats, config.unnorm_key, suite=suite)
     return PolicySpec(
         path=path,
@@ -45,6 +47,7 @@ def load(model: str, config: PolicyConfig, suite: str | None) -> OpenVLAPolicy:
     """See `policies.load_policy`."""
     path = config.path or str(EMBEDDED / model)
     vla, processor = load_vla(path, dtype=getattr(torch, config.dtype), **_overrides(model, config))
+    _check_fits(model, config, path, vla.config)
     if config.freeze_vision:
         vla.vision_backbone.requires_grad_(False)
     if config.gradient_checkpointing:
@@ -67,11 +70,27 @@ def load(model: str, config: PolicyConfig, suite: str | None) -> OpenVLAPolicy:
 def _overrides(model: str, config: PolicyConfig) -> dict[str, Any]:
     """What the choice of the model says about a checkpoint whose own configuration is silent."""
     if model == "openvla":
-        return {"action_decoding": "autoregressive"}
+        return {}
     overrides: dict[str, Any] = {"action_decoding": "parallel"}
     if isinstance(config, OFTPolicyConfig) and config.append_stop_token is not None:
         overrides["append_stop_token"] = config.append_stop_token
     return overrides
+
+
+def _check_fits(model: str, config: PolicyConfig, path: str, vla: Any) -> None:
+    """Raise a `ValueError` if a checkpoint's configuration `vla` or its value head contradicts the options."""
+    check(
+        vla.is_parallel == (model == "openvla-oft"),
+        "model",
+        f"must be openvla-oft, since the checkpoint {path} decodes its actions in parallel",
+        model,
+    )
+    head = Path(path) / VALUE_HEAD_FILE
+    if head.exists():
+        with safe_open(head, framework="pt") as file:
+            width = file.get_slice("fc1.weight").get_shape()[0]
+        rule = f"must be {width}, the width of the value head in {path}"
+        check(config.value_hidden == width, "policy.value_hidden", rule, config.value_hidden)
 
 
 class OpenVLAPolicy(Policy):
