@@ -307,12 +307,14 @@ class SFTOptions:
     """Clip the gradient's global norm here. 0: never."""
     steps: int = 5000
     """Optimizer steps."""
-    batch_size: int = 64
+    batch_size: int = 32
     """Frames per optimizer step, over all processes together."""
+    smoothing: float = 0.0
+    """Spread each target over its neighbours, standard deviation in bins. Helps to learn from scratch. 0: not."""
 
     def __post_init__(self) -> None:
         check_numbers("sft", self, "learning_rate", above=0)
-        check_numbers("sft", self, "weight_decay", "max_grad_norm")
+        check_numbers("sft", self, "weight_decay", "max_grad_norm", "smoothing")
         check_counts("sft", self, "steps", "batch_size", least=1)
         check_counts("sft", self, "lr_warmup", least=0)
 

@@ -115,7 +115,9 @@ def _step(
     chosen = rng.integers(len(demos), size=options.batch_size)
     own = chosen[accelerator.process_index :: accelerator.num_processes]
     inputs = policy.prepare(demos.observation(own))
-    trace = policy.encode_demonstration(torch.from_numpy(demos.chunk(own, policy.chunk_size)))
+    trace = policy.encode_demonstration(
+        torch.from_numpy(demos.chunk(own, policy.chunk_size)), smoothing=options.smoothing
+    )
     device = accelerator.device
     score = model({k: x.to(device) for k, x in inputs.items()}, {k: x.to(device) for k, x in trace.items()})
     units = options.batch_size * score.log_prob.shape[1]

@@ -105,11 +105,12 @@ class Policy(nn.Module):
         """
         raise TypeError(f"{type(self).__name__} does not define forward")
 
-    def encode_demonstration(self, action: torch.Tensor) -> TensorDict:
+    def encode_demonstration(self, action: torch.Tensor, *, smoothing: float = 0.0) -> TensorDict:
         """The trace with which the policy would have taken these actions, for imitation.
 
         Args:
             action: float32 `[B, K, A]`, in environment units.
+            smoothing: how far a target spreads to its neighbours, in the policy's own resolution (bins). 0: not.
 
         Returns:
             A trace `[B, ...]`, to be scored by `forward`.

@@ -180,14 +180,20 @@ class OpenVLAPolicy(Policy):
                 return self._act(inputs, greedy)
         ids = trace["bins"] + self.tokenizer.begin
         states = self.model.action_states(**self._model_inputs(inputs), action_ids=ids)
-        log_prob, entropy = token.score(self.model.action_logits(states), trace["bins"], temperature=self.temperature)
+        logits = self.model.action_logits(states)
+        log_prob, entropy = token.score(logits, trace["bins"], temperature=self.temperature)
+        if "target" in trace:  # imitation of soft targets; see encode_demonstration
+            log_prob = token.likelihood(logits, trace["target"])
         return PolicyScore(log_prob=log_prob, entropy=entropy, value=self.value_head(states[:, 0]))
 
-    def encode_demonstration(self, action: Tensor) -> TensorDict:
+    def encode_demonstration(self, action: Tensor, *, smoothing: float = 0.0) -> TensorDict:
         """See the base class. Actions outside the statistics' range are clipped to its ends."""
         normalized = self.statistics.normalize(action.cpu().double().numpy())
         ids = self.tokenizer.encode(normalized).reshape(len(action), -1)
-        return {"bins": torch.from_numpy(ids - self.tokenizer.begin)}
+        bins = torch.from_numpy(ids - self.tokenizer.begin)
+        if smoothing == 0:
+            return {"bins": bins}
+        return {"bins": bins, "target": token.smoothed(bins, self.tokenizer.n_bins, width=smoothing)}
 
     def save(self, folder: str, state_dict: TensorDict) -> None:
         """See the base class: a folder of the original layout, and the value head in a file of its own."""

@@ -54,3 +54,26 @@ def score(logits: Tensor, index: Tensor, *, temperature: float) -> tuple[Tensor,
     # A bin of probability 0 contributes nothing; -inf * 0 would be NaN.
     entropy = -(log_probs.exp() * log_probs.clamp_min(torch.finfo(torch.float32).min)).sum(-1)
     return log_prob, entropy
+
+
+def smoothed(index: Tensor, bins: int, *, width: float) -> Tensor:
+    """Soft targets for imitation: a Gaussian over neighbouring bins (arXiv 2403.03950).
+
+    Plain targets treat a neighbouring bin like one at the other end; soft ones tell a policy that learns from scratch
+    how far off it is.
+
+    Args:
+        index: int64 `[...]`, the bins to aim at.
+        bins: how many there are.
+        width: standard deviation in bins, above 0.
+
+    Returns:
+        float32 `[..., bins]`, each row a distribution.
+    """
+    distance = torch.arange(bins, device=index.device) - index.unsqueeze(-1)
+    return (-0.5 * (distance / width) ** 2).softmax(-1)
+
+
+def likelihood(logits: Tensor, target: Tensor) -> Tensor:
+    """Expected log-probability of bins drawn from soft targets, float32 `[...]`; both arguments `[..., bins]`."""
+    return (logits.float().log_softmax(-1) * target).sum(-1)
