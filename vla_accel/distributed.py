@@ -23,21 +23,21 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.state import PartialState
 from accelerate.utils import (
-    DistributedDataParallelKwargs,
     DistributedType,
     FullyShardedDataParallelPlugin,
     InitProcessGroupKwargs,
     convert_outputs_to_fp32,
 )
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+)
 
 from vla_accel.roll_call import Watch
-
-try:
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-except ImportError:  # torch < 2.6
-    from torch.distributed._composable.fsdp import FSDPModule, MixedPrecisionPolicy
 
 logger = get_logger(__name__)
 
@@ -90,10 +90,7 @@ def make_accelerator(
         fsdp_plugin=plugin,
         log_with=list(log_with) or None,
         project_dir=project_dir,
-        kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=timeout),
-            DistributedDataParallelKwargs(broadcast_buffers=False),  # they are constants
-        ],
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
     )
     _check_accelerator(accelerator, gradient_accumulation_steps)
     Watch.start(timeout_s=timeout_s)
@@ -131,6 +128,13 @@ def _make_fsdp_plugin(precision: str, shard_units: Sequence[str], *, cpu: bool) 
         if os.environ.get("FSDP_VERSION", "1") == "1":
             options["sync_module_states"] = False
     plugin = FullyShardedDataParallelPlugin(**options)
+    if plugin.fsdp_version == 1 and plugin.cpu_offload.offload_params:
+        raise ValueError(
+            "fsdp_offload_params is true under FSDP1, where a rollout would copy parameters to the device for every "
+            "forward. Use `fsdp_version: 2`, as fsdp2_offload.yaml does."
+        )
+    if cpu and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
     if plugin.fsdp_version == 1 and not plugin.use_orig_params:
         raise ValueError(
             "fsdp_use_orig_params is false in the preset: a policy mixes frozen and trainable parameters and learning "
