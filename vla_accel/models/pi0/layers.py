@@ -7,6 +7,8 @@ Usage: `hidden, keys, values = stack(tokens, positions=positions, mask=mask)`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,6 +18,20 @@ from vla_accel.models.pi0.configuration import GemmaSizes
 
 NORM_EPS = 1e-6
 ROPE_BASE = 10000.0
+ROWS = 256  # tokens whose MLP activations stay in a CPU's cache
+
+
+def by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply a function of single tokens to `[..., width]`; on a CPU without gradients, in pieces that fit its cache."""
+    if torch.is_grad_enabled() or x.device.type != "cpu" or x.shape[:-1].numel() <= ROWS:
+        return function(x)
+    parts = x.reshape(-1, x.shape[-1]).split(ROWS)
+    return torch.cat([function(part) for part in parts]).unflatten(0, x.shape[:-1])
+
+
+def times(x: Tensor, y: Tensor) -> Tensor:
+    """`x * y` for a fresh `x`: in place where no gradient needs it."""
+    return x * y if torch.is_grad_enabled() else x.mul_(y)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, head_dim: int) -> Tensor:
@@ -98,7 +114,7 @@ class RMSNorm(nn.Module):
             normed = x.float()
             normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + NORM_EPS)
             if not self.adaptive:
-                return (normed * (1.0 + self.weight.float())).to(x.dtype), None
+                return times(normed, 1.0 + self.weight.float()).to(x.dtype), None
             modulation = self.dense(cond.to(self.dense.weight.dtype)).float()
             scale, shift, gate = modulation[:, None].chunk(3, -1)
             return (normed * (1.0 + scale) + shift).to(x.dtype), gate.to(x.dtype)
@@ -127,7 +143,10 @@ class GemmaMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[B, n, width]` to the same shape."""
-        return self.down_proj(F.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))
+        return by_rows(self._rows, x)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        return self.down_proj(times(F.gelu(self.gate_proj(x), approximate="tanh"), self.up_proj(x)))
 
 
 class GemmaLayer(nn.Module):
@@ -191,7 +210,9 @@ def _join(past: tuple[Tensor, Tensor] | None, key: Tensor, value: Tensor, *, in_
 
 
 def _residual(x: Tensor, branch: Tensor, gate: Tensor | None) -> Tensor:
-    return x + branch if gate is None else torch.addcmul(x, branch.to(x.dtype), gate)
+    if gate is not None:
+        return torch.addcmul(x, branch.to(x.dtype), gate)
+    return x + branch if torch.is_grad_enabled() or x.dtype != branch.dtype else branch.add_(x)
 
 
 class GemmaStack(nn.Module):

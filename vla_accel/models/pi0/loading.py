@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +74,21 @@ def load_pi0(
     processor = Pi0Processor.from_pretrained(folder, config=config, **options)
     model = load_model(folder, config=config, dtype=dtype, device=device, expert_dtype=expert_dtype)
     return model, processor
+
+
+def peek_pi0(path: str | Path, **options: Any) -> Pi0Config:
+    """Check that a checkpoint is whole without reading a weight; arguments and errors as for `load_pi0`.
+
+    Returns:
+        The configuration that its model would have.
+    """
+    folder = resolve_folder(path)
+    names = ("asset_id", "tokenizer", "statistics", "constant_dims")
+    rest = {key: value for key, value in options.items() if key not in ("dtype", "device", "expert_dtype", *names[1:])}
+    config = read_config(folder, **rest)
+    Pi0Processor.from_pretrained(folder, config=config, **{key: options[key] for key in names if key in options})
+    check_weights(folder, config)
+    return config
 
 
 def resolve_folder(path: str | Path) -> Path:
@@ -172,31 +186,58 @@ def _rename(key: str, variant: str) -> str:
     return re.sub(r"^time_mlp_", "action_time_mlp_", key) if variant == "pi0" else key
 
 
-def read_weights(folder: Path, variant: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield our names and the tensors, one at a time; the unused language-model heads are left out.
+def index_weights(folder: Path, variant: str) -> dict[str, tuple[Path, str]]:
+    """Our name of each weight -> the file and the name under which it lies; unused language-model heads left out.
 
     The embedding is `embed_tokens` where the file has it; the head, to which it is tied in base models, elsewhere:
     after full fine-tuning the two differ and the head is stale.
+
+    Raises:
+        ValueError: an older layout, or one weight under two names.
     """
-    files = weight_files(folder)
-    names = {key: _rename(key, variant) for file in files for key in _keys(file)}
-    for key in names:
-        if "normalize_inputs." in key or ".paligemma.language_model." in key:
-            raise ValueError(
-                f"{folder.name} has the layout that LeRobot used before October 2025 ({key}). "
-                "Convert it with LeRobot's migration script first."
-            )
-    if len(set(names.values())) < len(names):
-        raise ValueError(f"{folder.name}: some weights appear twice under two layouts' names.")
-    embedded = EMBEDDING in names.values()
-    for file in files:
+    found: dict[str, tuple[Path, str]] = {}
+    for file in weight_files(folder):
+        for key in _keys(file):
+            if "normalize_inputs." in key or ".paligemma.language_model." in key:
+                raise ValueError(
+                    f"{folder.name} has the layout that LeRobot used before October 2025 ({key}). "
+                    "Convert it with LeRobot's migration script first."
+                )
+            name = _rename(key, variant)
+            if name in found:
+                raise ValueError(f"{folder.name} has {name} twice, as {found[name][1]} and as {key}.")
+            found[name] = (file, key)
+    head = found.pop(VLM_HEAD, None)
+    found.pop(EXPERT_HEAD, None)
+    if head is not None:
+        found.setdefault(EMBEDDING, head)
+    return found
+
+
+def check_weights(folder: Path, config: Pi0Config) -> dict[str, tuple[Path, str]]:
+    """Compare names and shapes with the model's, reading no weight; returns `index_weights`.
+
+    Raises:
+        ValueError: weights are missing, left over or of another shape.
+    """
+    with torch.device("meta"):
+        wanted = {name: parameter.shape for name, parameter in Pi0Model(config).named_parameters()}
+    found = index_weights(folder, config.variant)
+    missing, left_over = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    if missing or left_over:
+        raise ValueError(
+            f"{folder.name} does not fit a {config.variant} model: {len(missing)} weights are missing "
+            f"({', '.join(missing[:3])}), {len(left_over)} are left over ({', '.join(left_over[:3])})."
+        )
+    for name, (file, key) in found.items():
         with safe_open(file, "pt") as reader:
-            for key in reader.keys():  # noqa: SIM118
-                name = names[key]
-                if name == VLM_HEAD and not embedded:
-                    yield EMBEDDING, reader.get_tensor(key)
-                elif name not in (VLM_HEAD, EXPERT_HEAD):
-                    yield name, reader.get_tensor(key)
+            shape = reader.get_slice(key).get_shape()
+        if list(shape) != list(wanted[name]):
+            raise ValueError(
+                f"{folder.name}: {name} must have the shape {list(wanted[name])} that the configuration implies, "
+                f"but has {list(shape)}."
+            )
+    return found
 
 
 def parameter_dtype(name: str, dtype: torch.dtype, expert_dtype: torch.dtype | None = None) -> torch.dtype:
@@ -227,27 +268,17 @@ def load_model(
     config = config or read_config(folder)
     base = _dtype(dtype if dtype is not None else config.precision)
     expert = None if expert_dtype is None else _dtype(expert_dtype)
+    index = check_weights(folder, config)
+    tensors: dict[str, Tensor] = {}
+    for file in weight_files(folder):
+        with safe_open(file, "pt") as reader:
+            for name, (where, key) in index.items():
+                if where == file:
+                    tensor = reader.get_tensor(key)
+                    tensors[name] = tensor.to(device=device, dtype=parameter_dtype(name, base, expert))
     with torch.device("meta"):
         model = Pi0Model(config)
-    wanted = {name: parameter.shape for name, parameter in model.named_parameters()}
-    found, left_over = {}, []
-    for name, tensor in read_weights(folder, config.variant):
-        if name not in wanted:
-            left_over.append(name)
-        elif tensor.shape != wanted[name]:
-            raise ValueError(
-                f"{folder.name}: {name} must have the shape {list(wanted[name])} that config.json implies, "
-                f"but has {list(tensor.shape)}."
-            )
-        else:
-            found[name] = tensor.to(device=device, dtype=parameter_dtype(name, base, expert))
-    missing = sorted(wanted.keys() - found.keys())
-    if missing or left_over:
-        raise ValueError(
-            f"{folder.name} does not fit a {config.variant} model: {len(missing)} weights are missing "
-            f"({', '.join(missing[:3])}), {len(left_over)} are left over ({', '.join(left_over[:3])})."
-        )
-    model.load_state_dict(found, assign=True)
+    model.load_state_dict(tensors, assign=True)
     return model.eval()
 
 
@@ -297,3 +328,17 @@ def save_model(
     weights[EXPERT_HEAD] = torch.zeros(len(embedding), model.config.expert["width"], dtype=embedding.dtype)
     tensors = {f"model.{name}": tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def save_pi0(model: Pi0Model, processor: Pi0Processor | None, folder: str | Path, **kwargs: Any) -> None:
+    """Write a folder that `load_pi0` and LeRobot load: weights, configuration, statistics, tokenizer.
+
+    Args:
+        model: of `save_model`.
+        processor: None leaves the folder without statistics and tokenizer.
+        folder: made where it does not exist.
+        **kwargs: of `save_model`.
+    """
+    save_model(model, folder, **kwargs)
+    if processor is not None and kwargs.get("is_main_process", True):
+        processor.save_pretrained(folder)

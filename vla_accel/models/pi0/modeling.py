@@ -22,14 +22,8 @@ from transformers import PreTrainedModel
 
 from vla_accel.models.pi0.configuration import GemmaSizes, Pi0Config, VisionSizes
 from vla_accel.models.pi0.layers import GemmaStack, RMSNorm
-from vla_accel.models.pi0.prefix import PrefixCache, pack, suffix_mask, time_embedding
+from vla_accel.models.pi0.prefix import PrefixCache, denoising_times, pack, suffix_mask, time_embedding
 from vla_accel.models.pi0.vision import SiglipTower
-
-
-def denoising_times(num_steps: int) -> list[float]:
-    """Flow times at which a sampler with `num_steps` steps evaluates the velocity: 1 (noise) down to 1 / num_steps."""
-    step = -1.0 / num_steps
-    return [1.0 + index * step for index in range(num_steps)]
 
 
 class Pi0Model(PreTrainedModel):
@@ -69,6 +63,17 @@ class Pi0Model(PreTrainedModel):
             self.state_proj = nn.Linear(config.max_state_dim, width)
             self.action_time_mlp_in, self.action_time_mlp_out = nn.Linear(2 * width, width), nn.Linear(width, width)
         self.post_init()
+        for parameter in self.output_only_parameters():
+            parameter.requires_grad_(False)
+
+    def output_only_parameters(self) -> list[nn.Parameter]:
+        """Weights that only `with_output=True` reads, and so no action: all behind the last block's keys and values.
+
+        Frozen when the model is made: no loss on actions reaches them, and data-parallel training would wait for it.
+        """
+        last = self.language_model.layers[-1]
+        parts = (last.self_attn.q_proj, last.self_attn.o_proj, last.post_attention_layernorm, last.mlp)
+        return [p for module in (*parts, self.language_model.norm) for p in module.parameters()]
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (nn.Linear, nn.Conv2d)):
@@ -155,7 +160,8 @@ class Pi0Model(PreTrainedModel):
             token_mask: of `embed_prefix`.
             with_output: also keep the language model's output. Without, its last block is not run.
         """
-        embeds, mask = pack(*self.embed_prefix(images, image_mask, tokens, token_mask))
+        seen = image_mask.any(0)  # a camera that no row has need not even be a slot
+        embeds, mask = pack(*self.embed_prefix(images[:, seen], image_mask[:, seen], tokens, token_mask))
         positions = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
         output, keys, values = self.language_model(
             embeds, positions=positions, mask=None if mask.all() else mask, with_output=with_output

@@ -1,4 +1,4 @@
-"""What surrounds PI0's two stacks: packing of the prefix, its cache, the suffix's mask, the embedding of flow time.
+"""What surrounds PI0's two stacks: the prefix's packing and cache, the suffix's mask, flow time and its embedding.
 
 Not here: parameters. Pure functions and one record.
 Usage: `embeds, mask = pack(embeds, valid)`; `cache.select(rows)`.
@@ -67,6 +67,12 @@ def time_embedding(time: Tensor, dim: int, *, min_period: float = 4e-3, max_peri
     period = min_period * (max_period / min_period) ** fraction
     angle = 2 * math.pi / period * time.to(device=device, dtype=torch.float64)[:, None]
     return torch.cat([angle.sin(), angle.cos()], -1).to(device=time.device, dtype=time.dtype)
+
+
+def denoising_times(num_steps: int) -> list[float]:
+    """Flow times at which a sampler with `num_steps` steps evaluates the velocity: 1 (noise) down to 1 / num_steps."""
+    step = -1.0 / num_steps
+    return [1.0 + index * step for index in range(num_steps)]
 
 
 def pack(embeds: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:

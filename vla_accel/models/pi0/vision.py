@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from vla_accel.models.pi0.configuration import VisionSizes
-
-NORM_EPS = 1e-6
+from vla_accel.models.pi0.layers import NORM_EPS, by_rows
 
 
 class SiglipAttention(nn.Module):
@@ -44,7 +43,7 @@ class SiglipMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[M, n, width]` to the same shape."""
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+        return by_rows(lambda rows: self.fc2(F.gelu(self.fc1(rows), approximate="tanh")), x)
 
 
 class SiglipLayer(nn.Module):
