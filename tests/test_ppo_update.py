@@ -99,6 +99,14 @@ def test_rescore_reports_how_far_the_rollout_was_off(make_policy, accelerator):
 # --------------------------------------------------------------------------------------------------------------------
 
 
+def batch_with_noise(policy):
+    """Decisions whose ratios differ from 1."""
+    batch = batch_of(policy)
+    noise = torch.randn(batch.old_log_prob.shape, generator=torch.Generator().manual_seed(2))
+    batch.old_log_prob = batch.old_log_prob + 0.1 * noise
+    return batch
+
+
 def parameters_after_one_step(make_policy, accelerator, model, size, level):
     """After one plain gradient step at learning rate 1 with every part of the loss in it."""
     policy = make_policy(model, value_detach=False)
@@ -109,9 +117,7 @@ def parameters_after_one_step(make_policy, accelerator, model, size, level):
         value_learning_rate=1.0,
         make_optimizer=functools.partial(torch.optim.SGD, lr=1.0),
     )
-    batch = batch_of(policy)
-    noise = torch.randn(batch.old_log_prob.shape, generator=torch.Generator().manual_seed(2))
-    batch.old_log_prob = batch.old_log_prob + 0.1 * noise
+    batch = batch_with_noise(policy)
     outcome = run_update(
         accelerator, policy, optimizer, batch, epochs=1, micro_batch_size=size, ratio_level=level, entropy_coef=0.1,
         value_coef=0.01, max_grad_norm=0.0,
@@ -132,6 +138,38 @@ def test_the_gradient_does_not_depend_on_the_micro_batch_size(make_policy, accel
             torch.testing.assert_close(parts[name], x, rtol=0, atol=tolerance, msg=f"{name} at micro-batch size {size}")
         for name, x in outcome.items():
             assert abs(other[name] - x) < 1e-5 * max(1.0, abs(x)), name
+
+
+def plain_loss(policy, batch, level):
+    """The whole loss of a batch in one pass, written as means of lists: entropy 0.1, value 0.01, clip 0.2."""
+    score = policy(batch.inputs, batch.trace)
+    surrogates, entropies, errors = [], [], []
+    for b, mask in enumerate(batch.unit_mask):
+        units = mask.nonzero().flatten()
+        steps = policy.unit_step[units]
+        groups = {"unit": units[:, None], "step": [units[steps == k] for k in steps.unique()], "chunk": [units]}[level]
+        for group in groups:
+            ratio = (score.log_prob[b, group] - batch.old_log_prob[b, group]).sum().exp()
+            advantage = batch.advantage[b]
+            surrogates.append(torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
+        entropies.append(score.entropy[b, units])
+        errors.append(0.5 * (score.value[b] - batch.returns[b]) ** 2)
+    parts = [-torch.stack(surrogates).mean(), torch.stack(errors).mean(), torch.cat(entropies).mean()]
+    return [part.item() for part in parts], parts[0] + 0.01 * parts[1] - 0.1 * parts[2]
+
+
+@pytest.mark.parametrize("level", ["unit", "step", "chunk"])
+def test_the_update_follows_the_mean_over_ratios_units_and_rows(make_policy, accelerator, level):
+    policy = make_policy("openvla-oft", value_detach=False)
+    batch = batch_with_noise(policy)
+    parts, loss = plain_loss(policy, batch, level)
+    loss.backward()
+    after, outcome = parameters_after_one_step(make_policy, accelerator, "openvla-oft", 5, level)
+    for name, part in zip(("loss/policy", "loss/value", "loss/entropy"), parts, strict=True):
+        assert abs(outcome[name] - part) < 1e-5 * max(1.0, abs(part)), name
+    for name, x in policy.named_parameters():
+        expected = x if x.grad is None else x - x.grad
+        torch.testing.assert_close(after[name], expected, rtol=0, atol=5e-6 * outcome["ppo/grad_norm"], msg=name)
 
 
 def test_actions_that_were_not_executed_have_no_part_in_the_update(make_policy, accelerator):
