@@ -1,19 +1,11 @@
-"""Command lines: what is read, what is refused and how, and the scripts as a user starts them."""
+"""Command lines: what is read, what is refused, and how a program ends."""
 
-import importlib
-import json
-import os
 import re
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
+from helpers.programs import start
 
-from vla_accel import config
-from vla_accel.cli import options, parse_args, quiet, run
+from vla_accel.cli import options, parse_args, quiet
 from vla_accel.config import (
     POLICY_OPTIONS,
     EvalConfig,
@@ -23,21 +15,6 @@ from vla_accel.config import (
     RecordConfig,
     SFTConfig,
 )
-from vla_accel.models import load_vla, save_vla
-
-ROOT = Path(__file__).parents[1]
-TRAIN = "vla_accel.train:train"
-SMALL = [
-    "--run.iterations=2",
-    "--run.eval-episodes=4",
-    "--run.video_episodes=1",
-    "--rollout.num_decisions=4",
-    "--ppo.minibatch-size=8",
-    "--ppo.epochs=1",
-    "--policy.value_hidden=16",
-    "--env.num-envs=4",
-    *("--env.options", "image_size", "32"),
-]
 
 
 def refusal(capsys, kind, words):
@@ -191,22 +168,6 @@ def interrupt(config):
     raise KeyboardInterrupt
 
 
-@pytest.fixture
-def start(monkeypatch, capsys):
-    """Run a program in this process; gives its exit code and what it wrote to standard error."""
-
-    def run_it(kind, target, *words):
-        monkeypatch.setattr(sys, "argv", ["program.py", *map(str, words)])
-        code = 0
-        try:
-            run(kind, target)
-        except SystemExit as end:
-            code = end.code
-        return code, capsys.readouterr().err
-
-    return run_it
-
-
 @pytest.mark.parametrize(
     ("target", "code", "message"),
     [
@@ -215,14 +176,14 @@ def start(monkeypatch, capsys):
         ("interrupt", 130, "interrupted\n"),
     ],
 )
-def test_an_error_ends_in_one_sentence_and_its_own_code(start, target, code, message):
-    assert start(ExportConfig, f"{__name__}:{target}", "--run", "a", "--out", "b") == (code, message)
+def test_an_error_ends_in_one_sentence_and_its_own_code(capsys, target, code, message):
+    assert start(capsys, ExportConfig, f"{__name__}:{target}", "--run", "a", "--out", "b") == (code, message)
 
 
-def test_the_whole_traceback_shows_on_request(start, monkeypatch):
+def test_the_whole_traceback_shows_on_request(capsys, monkeypatch):
     monkeypatch.setenv("VLA_ACCEL_DEBUG", "1")
     with pytest.raises(ValueError, match="cannot be"):
-        start(ExportConfig, f"{__name__}:refuse", "--run", "a", "--out", "b")
+        start(capsys, ExportConfig, f"{__name__}:refuse", "--run", "a", "--out", "b")
 
 
 def test_loading_bars_are_silenced_and_those_of_downloads_are_not():
@@ -237,167 +198,3 @@ def test_loading_bars_are_silenced_and_those_of_downloads_are_not():
     finally:
         if before:
             logging.enable_progress_bar()
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Bad input, before anything slow starts
-# --------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def broken(tiny_openvla, tmp_path):
-    """Make a copy of the tiny checkpoint with one thing wrong."""
-
-    def shard_gone(folder):
-        model, processor = load_vla(tiny_openvla)
-        save_vla(model, processor, folder, max_shard_size="200KB")
-        (folder / "model.safetensors").unlink(missing_ok=True)
-        shards = sorted(folder.glob("model-*.safetensors"))
-        assert len(shards) > 1
-        shards[1].unlink()
-
-    def key_renamed(folder):
-        weights = load_file(folder / "model.safetensors")
-        weights["language_model.model.norm.wait"] = weights.pop("language_model.model.norm.weight")
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-    def cut_short(folder):
-        file = folder / "model.safetensors"
-        file.write_bytes(file.read_bytes()[:-1000])
-
-    def six_dimensions(folder):
-        statistics = json.loads((folder / "dataset_statistics.json").read_text())
-        action = statistics["tabletop"]["action"]
-        statistics["tabletop"]["action"] = {name: values[:6] for name, values in action.items()}
-        (folder / "dataset_statistics.json").write_text(json.dumps(statistics))
-
-    def make(kind):
-        folder = tmp_path / "checkpoint"
-        shutil.copytree(tiny_openvla, folder)
-        {f.__name__: f for f in (shard_gone, key_renamed, cut_short, six_dimensions)}[kind](folder)
-        return folder
-
-    return make
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("shard_gone", r"lacks 1 of \d+ weight files: model-00002-of-\d+\.safetensors\. .*copy the folder again"),
-        ("key_renamed", r"1 missing: language_model\.model\.norm\.weight; 1 left over: \S+\.norm\.wait"),
-        ("six_dimensions", r"--env\.name must name an environment with 6-dimensional actions, .*\(this one has 7\)"),
-    ],
-)
-def test_half_a_checkpoint_is_refused_before_the_run_has_a_folder(start, broken, tmp_path, kind, message):
-    out = tmp_path / "run"
-    code, error = start(PPOConfig, TRAIN, "--policy.path", broken(kind), "--run.output_dir", out, *SMALL)
-    assert code == 2
-    assert re.search(message, error)
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    assert not out.exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--policy.path {tmp}/nowhere", r"/nowhere is not a folder\. Give a checkpoint folder, or a hub name"),
-        ("--policy.unnorm_key libero", r"libero.*tabletop"),
-        ("--env.name tabeltop", r"unknown environment 'tabeltop'; known: .*did you mean 'tabletop'\?"),
-        ("--env.options num_blokcs 3", r"'tabletop' has no option 'num_blokcs'; .*did you mean 'num_blocks'\?"),
-        ("--env.options num_blocks 9", r"num_blocks must lie in \[1, 4\], got 9"),
-        ("--env.chunk_size 2", r"--env\.chunk_size must be at most the policy's chunk, 1, but is 2"),
-        ("--run.trackers aim", r"--run\.trackers must name installed packages, but is 'aim'\. .*pip install aim"),
-        ("--run.resume {tmp}/nowhere", r"--run\.resume .*/nowhere"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_the_run_has_a_folder(start, tiny_openvla, tmp_path, words, message):
-    words = words.format(tmp=tmp_path).split()
-    path = [] if "--policy.path" in words else ["--policy.path", tiny_openvla]
-    out = [] if "--run.resume" in words else ["--run.output_dir", tmp_path / "run"]
-    code, error = start(PPOConfig, TRAIN, *SMALL, *path, *out, *words)
-    assert code == 2
-    assert re.search(message, error)
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_output_folder_below_a_file_is_refused(start, tiny_openvla, tmp_path):
-    (tmp_path / "file").write_text("mine")
-    code, error = start(PPOConfig, TRAIN, "--policy.path", tiny_openvla, "--run.output_dir", tmp_path / "file" / "run")
-    assert code == 2
-    assert re.fullmatch(r"error: --run\.output_dir must be a folder that can be written, but '.*' is not .*\n", error)
-
-
-def test_an_output_folder_that_holds_a_run_is_refused_and_left_alone(start, tiny_openvla, tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"iteration": 0}\n')
-    code, error = start(PPOConfig, TRAIN, "--policy.path", tiny_openvla, "--run.output_dir", tmp_path)
-    assert code == 2
-    assert re.fullmatch(r"error: --run\.output_dir must be new, but '.*' holds a run\. .*--run\.resume\.\n", error)
-    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# As a user starts it
-# --------------------------------------------------------------------------------------------------------------------
-
-LAUNCHERS = {
-    "python": [sys.executable],
-    "accelerate": [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"],
-}
-
-
-def script(launcher, name, *words, cwd):
-    """Start a script from another folder, as from a shell with an empty home."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
-    environment |= {"HF_HOME": str(cwd), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [*LAUNCHERS[launcher], str(ROOT / "scripts" / name), *map(str, words)]
-    return subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False,
-        stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-
-
-def test_two_iterations_by_accelerate_launch_leave_everything_a_run_leaves(tiny_openvla, tmp_path):
-    done = script("accelerate", "ppo_vla.py", "--model", "openvla", "--policy.path", tiny_openvla, *SMALL, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    (out,) = (tmp_path / "runs").iterdir()
-    names = {file.name for file in out.iterdir()}
-    assert names >= {"config.json", "metrics.jsonl", "result.json", "curves.png", "policy", "videos", "vla_accel"}
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [row["iteration"] for row in rows] == [0, 1]
-    assert all(row["ppo/first_log_ratio"] < 1e-5 for row in rows)
-    assert len(list((out / "videos").glob("after_0_*.mp4"))) == 1
-    load_vla(out / "policy")
-    assert "Before training: " in done.stdout
-    assert re.search(r"^all .*->.* 4$", done.stdout, re.MULTILINE)
-    assert str(out.relative_to(tmp_path)) in done.stdout
-    assert "2/2" in done.stderr
-    assert "Writing model shards" not in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_script_says_what_is_wrong_in_one_line_and_ends_with_a_code(launcher, tmp_path):
-    done = script(launcher, "ppo_vla.py", "--model", "open-vla", cwd=tmp_path)
-    assert done.returncode == (2 if launcher == "python" else 1)  # the launcher has a code of its own
-    sentence = "error: --model must be one of openvla, openvla-oft, but is 'open-vla'. Did you mean openvla?"
-    assert done.stderr.splitlines().count(sentence) == 1
-    before, _, after = done.stderr.partition(sentence)
-    assert "Traceback" not in before
-    if launcher == "python":
-        assert done.stderr == f"{sentence}\n"
-    else:
-        assert after.startswith("\n(The traceback below is the launcher's, which only saw the script end.)\n")
-
-
-@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "scripts").glob("*.py")))
-def test_a_script_is_thin_and_names_a_function_that_exists(name):
-    text = (ROOT / "scripts" / name).read_text()
-    assert len(text.splitlines()) < 30
-    found = re.search(r'run\((\w+), "vla_accel\.(\w+):(\w+)"\)', text)
-    if found:
-        kind, module, function = found.groups()
-        assert callable(getattr(importlib.import_module(f"vla_accel.{module}"), function))
-        assert hasattr(config, kind)

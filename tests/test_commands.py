@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import shutil
 from pathlib import Path
 
@@ -28,7 +27,6 @@ from vla_accel.config import (
 )
 from vla_accel.demos import Demonstrations, record
 from vla_accel.envs import make_env, to_observation
-from vla_accel.envs.tabletop import Tabletop
 from vla_accel.evaluate import can_film, evaluate, film
 from vla_accel.models import load_vla
 from vla_accel.train import train
@@ -36,24 +34,10 @@ from vla_accel.train import train
 CPU = torch.device("cpu")
 
 
-class Wandering(Tabletop):
-    """Ends 6 to 24 cm away from the start, and counts as solved on one side of it: outcomes differ for any policy."""
-
-    def reset(self, **options):
-        obs, info = super().reset(**options)
-        self.start, self.state_id = list(self.world.tip), options["options"]["state_id"]
-        return obs, info
-
-    def step(self, action):
-        obs, *_ = super().step(action)
-        over = math.dist(self.start, self.world.tip) > 0.06 * (1 + self.state_id % 4)
-        solved = over and (self.world.tip[0] > self.start[0]) == (self.state_id % 2 == 0)
-        self._running = True
-        return obs, float(solved), over, False, {"success": solved}
-
-
 def env_config(**options):
-    return EnvConfig(**{"name": f"{__name__}:Wandering", "num_envs": 8, "options": {"image_size": "32"}, **options})
+    return EnvConfig(
+        **{"name": "helpers.wandering_env:Wandering", "num_envs": 8, "options": {"image_size": "32"}, **options}
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,18 @@
+"""Programs run in this process as from a command line."""
+
+import sys
+
+from vla_accel.cli import run
+
+
+def start(capsys, kind, target, *words):
+    """Run `target` with the words of a command line; gives the exit code and what was written to standard error."""
+    argv, sys.argv = sys.argv, ["program.py", *map(str, words)]
+    code = 0
+    try:
+        run(kind, target)
+    except SystemExit as end:
+        code = end.code
+    finally:
+        sys.argv = argv
+    return code, capsys.readouterr().err
