@@ -299,8 +299,10 @@ class SFTOptions:
 
     learning_rate: float = 1e-3
     """AdamW's, after the warm-up; falls to a tenth along a cosine."""
+    muon_learning_rate: float = 0.0
+    """Muon's, on hidden matrices, instead of AdamW there; for learning from random weights, e.g. 0.02. 0: not."""
     lr_warmup: int = 100
-    """Steps over which the rate rises."""
+    """Steps over which the rates rise."""
     weight_decay: float = 0.01
     """AdamW's, on matrices."""
     max_grad_norm: float = 1.0
@@ -314,7 +316,7 @@ class SFTOptions:
 
     def __post_init__(self) -> None:
         check_numbers("sft", self, "learning_rate", above=0)
-        check_numbers("sft", self, "weight_decay", "max_grad_norm", "smoothing")
+        check_numbers("sft", self, "muon_learning_rate", "weight_decay", "max_grad_norm", "smoothing")
         check_counts("sft", self, "steps", "batch_size", least=1)
         check_counts("sft", self, "lr_warmup", least=0)
 

@@ -7,6 +7,7 @@ Usage: `finetune(parse_args(SFTConfig))`, from a script under `accelerate launch
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,10 @@ from vla_accel.demos import Demonstrations, record
 from vla_accel.distributed import global_sum, make_accelerator, prepare_policy, seed_weights
 from vla_accel.evaluate import evaluate
 from vla_accel.modes import train_mode
+from vla_accel.optim import MuonWithAdamW, hidden_matrices
 from vla_accel.policies import load_policy, peek_policy
+from vla_accel.policies.base import Policy
+from vla_accel.rules import check
 from vla_accel.track import Progress, RunLog, make_output_dir, write_json
 from vla_accel.train import check_env_fits
 
@@ -44,7 +48,11 @@ def finetune(config: SFTConfig) -> dict[str, Any]:
     demos = _demonstrations(config)
     policy.fit_instructions(demos.instructions)
     model, optimizer = prepare_policy(
-        accelerator, policy, learning_rate=config.sft.learning_rate, weight_decay=config.sft.weight_decay
+        accelerator,
+        policy,
+        learning_rate=config.sft.learning_rate,
+        weight_decay=config.sft.weight_decay,
+        **_optimizer(config.sft, policy, accelerator.num_processes),
     )
     if accelerator.is_main_process:
         write_json(output / "config.json", to_dict(config))
@@ -94,6 +102,16 @@ def _demonstrations(config: SFTConfig) -> Demonstrations:
         )
     )
     return demos if data.keep_failures else demos.successful()
+
+
+def _optimizer(options: SFTOptions, policy: Policy, num_processes: int) -> dict[str, Any]:
+    """The keyword of `prepare_policy` that asks for Muon, or none."""
+    if options.muon_learning_rate == 0:
+        return {}
+    rule = "must be 0 with several processes, since Muon needs whole matrices"
+    check(num_processes == 1, "sft.muon_learning_rate", rule, options.muon_learning_rate)
+    matrices = hidden_matrices(policy)
+    return {"make_optimizer": partial(MuonWithAdamW, matrices=matrices, muon_lr=options.muon_learning_rate)}
 
 
 def _rate(options: SFTOptions, step: int) -> float:
