@@ -76,6 +76,8 @@ BAD = {
     "ppo.critic_warmup": NEGATIVE_COUNT,
     "ppo.max_skipped": NOT_A_COUNT,
     "sft.learning_rate": NOT_POSITIVE,
+    "sft.muon_learning_rate": NEGATIVE,
+    "sft.smoothing": NEGATIVE,
     "sft.lr_warmup": NEGATIVE_COUNT,
     "sft.weight_decay": NEGATIVE,
     "sft.max_grad_norm": NEGATIVE,

@@ -16,7 +16,7 @@ PACKAGE = Path(vla_accel.__file__).parent
 LEVELS = [
     ("rules types", "apart"),
     ("config", "apart"),
-    ("roll_call gathering distributed modes advantages optim", "together"),
+    ("roll_call gathering optim distributed modes advantages optim", "together"),
     ("models", "together"),
     ("policies.base envs.base envs.checks envs.jobs", "together"),
     ("policies.token policies.flow envs", "together"),
