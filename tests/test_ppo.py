@@ -254,3 +254,10 @@ def test_minibatches_are_shuffled_by_the_seed():
     deals = [composition(made, num_minibatches=4, seed=seed) for seed in (0, 0, 1)]
     assert deals[0] == deals[1]
     assert deals[0] != deals[2]
+
+
+def test_environments_are_shuffled_apart():
+    # With 4 minibatches of 8 decisions, environments 0 and 4 begin at the same minibatch.
+    deal = composition(numbered_batch(torch.ones(8, 5, dtype=torch.bool)), num_minibatches=4, seed=0)
+    first, last = ([{row for row, env in part if env == wanted} for part in deal] for wanted in (0, 4))
+    assert first != last

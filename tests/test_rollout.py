@@ -14,8 +14,8 @@ from vla_accel.types import Episode, Job, Observation
 CPU = torch.device("cpu")
 FIRST = [Job(task_id=1, state_id=7, seed=0), Job(task_id=0, state_id=13, seed=0)]
 """Five steps until the time limit, then solved after three."""
-SECOND = [Job(task_id=0, state_id=24, seed=0)]
-"""Solved after four steps."""
+SECOND = [Job(task_id=0, state_id=24, seed=0), Job(task_id=1, state_id=9, seed=0)]
+"""Solved after four steps, then five steps until the time limit."""
 
 
 def counting_envs(jobs, **options):
@@ -36,20 +36,21 @@ def collect_counting(*lengths, jobs=(FIRST, SECOND)):
 
 def test_collect_follows_each_environment_through_its_episodes():
     (rollout,), _ = collect_counting(6)
-    # First: steps 1+2, 3+4, 5 and cut; then 1+2, 3 and solved; then nothing to play. Second: 1+2, 3+4, solved.
-    assert rollout.reward.T.tolist() == [[3.0, 7.0, 5.0, 3.0, 3.0, 0.0], [3.0, 7.0, 0.0, 0.0, 0.0, 0.0]]
-    assert rollout.executed.T.tolist() == [[2, 2, 1, 2, 1, 0], [2, 2, 0, 0, 0, 0]]
-    assert rollout.truncated.T.int().tolist() == [[0, 0, 1, 0, 0, 0], [0] * 6]
+    # First: steps 1+2, 3+4, 5 and cut; 1+2, 3 and solved; nothing to play. Second: 1+2, 3+4 and solved; 1+2, 3+4, 5.
+    assert rollout.reward.T.tolist() == [[3, 7, 5, 3, 3, 0], [3, 7, 3, 7, 5, 0]]
+    assert rollout.executed.T.tolist() == [[2, 2, 1, 2, 1, 0], [2, 2, 2, 2, 1, 0]]
+    assert rollout.truncated.T.int().tolist() == [[0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 1, 0]]
     assert rollout.terminated.T.int().tolist() == [[0, 0, 0, 0, 1, 0], [0, 1, 0, 0, 0, 0]]
-    assert rollout.valid.T.int().tolist() == [[1, 1, 1, 1, 1, 0], [1, 1, 0, 0, 0, 0]]
-    assert rollout.value.T.tolist() == [[700, 702, 704, 1300, 1302, 0], [2400, 2402, 0, 0, 0, 0]]
-    assert rollout.log_prob[..., 0].T.tolist() == [[-1, -1, -1, -1, -1, 0], [-1, -1, 0, 0, 0, 0]]
+    assert rollout.valid.T.int().tolist() == [[1, 1, 1, 1, 1, 0]] * 2
+    assert rollout.value.T.tolist() == [[700, 702, 704, 1300, 1302, 0], [2400, 2402, 900, 902, 904, 0]]
+    assert rollout.log_prob[..., 0].T.tolist() == [[-1, -1, -1, -1, -1, 0]] * 2
 
 
 def test_next_value_is_that_of_the_final_observation_where_truncated_and_0_where_terminated():
     (rollout,), _ = collect_counting(6)
-    # The truncated episode ends at step 5, worth 705; the next one's first observation would be worth 1300.
-    assert rollout.next_value.T.tolist() == [[702, 704, 705, 1302, 0, 0], [2402, 0, 0, 0, 0, 0]]
+    # The first's truncated episode ends at step 5, worth 705, though the next one's first observation is worth 1300.
+    # The second's solved episode is worth nothing more, though the next one begins with 900.
+    assert rollout.next_value.T.tolist() == [[702, 704, 705, 1302, 0, 0], [2402, 0, 902, 904, 905, 0]]
 
 
 def test_advantages_of_an_episode_that_ends_within_a_chunk():
@@ -77,6 +78,7 @@ def test_collect_records_the_episodes_that_ended():
         Episode(job=SECOND[0], success=True, success_at_end=True, steps=4, total_reward=10.0, truncated=False),
         Episode(job=FIRST[0], success=False, success_at_end=False, steps=5, total_reward=15.0, truncated=True),
         Episode(job=FIRST[1], success=True, success_at_end=True, steps=3, total_reward=6.0, truncated=False),
+        Episode(job=SECOND[1], success=False, success_at_end=False, steps=5, total_reward=15.0, truncated=True),
     ]
 
 
