@@ -1,0 +1,101 @@
+"""Tiny PI0 checkpoints: like real ones on disk, the same bytes each time, and able to learn."""
+
+import pytest
+import torch
+
+from vla_accel.models.pi0 import load_pi0
+from vla_accel.models.pi0.tiny import make_tiny_pi0, tiny_pi0_tokenizer
+
+SMALL = {"layers": 2, "width": 32, "mlp_dim": 64, "expert_width": 32, "expert_mlp_dim": 64, "vision_width": 32}
+
+
+@pytest.mark.parametrize("variant", ["pi0", "pi05"])
+def test_same_arguments_give_the_same_bytes(variant, tmp_path):
+    folders = [make_tiny_pi0(tmp_path / name, variant=variant, **SMALL) for name in ("a", "b")]
+    files = [sorted(p.relative_to(f) for p in f.rglob("*") if p.is_file()) for f in folders]
+    assert files[0] == files[1]
+    assert all((folders[0] / name).read_bytes() == (folders[1] / name).read_bytes() for name in files[0])
+    other = make_tiny_pi0(tmp_path / "c", variant=variant, seed=1, **SMALL)
+    assert (other / "model.safetensors").read_bytes() != (folders[0] / "model.safetensors").read_bytes()
+
+
+def test_making_one_leaves_the_global_generator_alone(tmp_path):
+    before = torch.get_rng_state()
+    make_tiny_pi0(tmp_path, **SMALL)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_default_sizes_stay_below_a_million_parameters(tmp_path):
+    net, _ = load_pi0(make_tiny_pi0(tmp_path, variant="pi05"))
+    assert sum(p.numel() for p in net.parameters()) < 1e6
+
+
+def test_tokenizer_knows_its_tasks_and_every_state_number():
+    tokenizer = tiny_pi0_tokenizer(["stack two cups"])
+    ids = tokenizer("Task: stack two cups, State: -1 0 255;\nAction: ")["input_ids"]
+    assert tokenizer.unk_token_id not in ids
+    assert ids[0] == tokenizer.bos_token_id
+    assert len(ids) == 1 + 2 + 3 + 1 + 2 + 3 + 1 + 1 + 2
+    assert tokenizer.unk_token_id in tokenizer("zebra")["input_ids"]
+
+
+def test_bfloat16_checkpoint_keeps_norms_in_float32(tmp_path):
+    net, _ = load_pi0(make_tiny_pi0(tmp_path, dtype=torch.bfloat16, **SMALL))
+    assert net.language_model.norm.weight.dtype == torch.float32
+    assert net.language_model.compute_dtype == torch.bfloat16
+
+
+def test_options_reach_the_checkpoint(tmp_path):
+    net, processor = load_pi0(
+        make_tiny_pi0(
+            tmp_path,
+            chunk=6,
+            cameras=("front",),
+            rename={"eye": "front"},
+            state_dim=3,
+            action_dim=4,
+            num_steps=5,
+            prompt_length=9,
+            **SMALL,
+        )
+    )
+    config = net.config
+    assert (config.chunk_size, config.cameras, config.state_dim, config.action_dim) == (6, ["front"], 3, 4)
+    assert (config.num_inference_steps, config.tokenizer_max_length) == (5, 9)
+    frames = torch.zeros(1, 48, 48, 3, dtype=torch.uint8)
+    assert "image.front" in processor.prepare({"eye": frames}, torch.zeros(1, 3), ["reach"])
+
+
+def test_sizes_are_checked(tmp_path):
+    with pytest.raises(ValueError, match="vision_width must be a multiple of vision_heads"):
+        make_tiny_pi0(tmp_path, vision_width=30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["pi0", "pi05"])
+def test_flow_matching_learns_which_way_the_named_colour_lies(variant, tmp_path):
+    """Two coloured halves and an instruction: the action is +1 or -1. Picture or words alone leave it a coin flip."""
+    net, processor = load_pi0(make_tiny_pi0(tmp_path, variant=variant, cameras=("front",), chunk=4, **SMALL))
+    generator = torch.Generator().manual_seed(0)
+
+    def batch(count):
+        left_red, ask_red = torch.randint(0, 2, (2, count), generator=generator).bool()
+        frames = torch.zeros(count, 48, 48, 3, dtype=torch.uint8)
+        for row in range(count):
+            first, second = (0, 2) if left_red[row] else (2, 0)
+            frames[row, :, :24, first] = frames[row, :, 24:, second] = 255
+        words = [f"reach the {'red' if red else 'blue'} block" for red in ask_red]
+        inputs = processor.model_inputs(processor.prepare({"front": frames}, torch.zeros(count, 8), words))
+        side = torch.where(left_red == ask_red, -1.0, 1.0)
+        return inputs, side[:, None, None].expand(count, 4, 7)
+
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=2e-3)
+    for _ in range(250):
+        inputs, actions = batch(32)
+        loss = net.loss(**inputs, actions=processor.normalize_actions(actions), generator=generator)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    inputs, actions = batch(64)
+    sampled = processor.unnormalize_actions(net.sample_actions(**inputs, num_steps=4, generator=generator))
+    assert (sampled.sign() == actions.sign()).float().mean() > 0.95
