@@ -173,12 +173,23 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         }
 
 
-def export_policy(accelerator: Accelerator, model: nn.Module, policy: Policy, folder: Path) -> None:
+def export_policy(
+    accelerator: Accelerator, model: nn.Module, policy: Policy, folder: Path, *, value_head: bool = True
+) -> None:
     """Write the policy as a folder that loads like the checkpoint it came from. Collective: call on every rank.
 
     The folder appears whole or not at all.
+
+    Args:
+        accelerator: from `make_accelerator`.
+        model: the prepared policy.
+        policy: the policy inside `model`.
+        folder: to write; replaced if it exists.
+        value_head: whether the value head goes with it; there is no use in one that was never trained.
     """
     state = full_state_dict(model)
+    if not value_head:
+        state = {name: x for name, x in state.items() if not name.startswith("value_head.")}
     if accelerator.is_main_process:
         temporary = folder.with_name(folder.name + ".part")
         shutil.rmtree(temporary, ignore_errors=True)

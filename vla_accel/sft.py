@@ -79,7 +79,7 @@ def finetune(config: SFTConfig) -> dict[str, Any]:
         )
         after = result.to_dict()
         accelerator.print(result.table())
-    export_policy(accelerator, model, policy, output / "policy")
+    export_policy(accelerator, model, policy, output / "policy", value_head=False)
     if accelerator.is_main_process:
         write_json(output / "result.json", {"after": after})
         log.plot(("loss/imitation",))

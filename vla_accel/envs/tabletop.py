@@ -88,10 +88,10 @@ class Tabletop(gym.Env):
         colors: Sequence[str] = tuple(COLORS),
         num_blocks: int = 2,
         cameras: Sequence[str] = ("wrist",),
-        image_size: int = 64,
+        image_size: int = 48,
         reach_radius: float = 0.04,
         start_jitter: float = 0.04,
-        max_episode_steps: int = 16,
+        max_episode_steps: int = 12,
     ):
         tasks = _names("tasks", tasks, VERBS)
         self.colors = _names("colors", colors, tuple(COLORS))

@@ -234,9 +234,11 @@ def init_for_training(model: OpenVLAForActionPrediction) -> None:
 
     The usual 0.02 everywhere suits widths in the thousands and fine-tuning. Here linear weights are normal with
     standard deviation `0.7 fan_in ** -0.5`, queries and keys 1.5 times that, patch embeddings 0.1; position embeddings
-    are two-dimensional sines, layer scales 1. Token embeddings and the head keep 0.02, so that the untrained policy is
-    close to uniform. FiLM starts as the identity.
+    are two-dimensional sines, layer scales 1. Token embeddings have unit size: at 0.02 a word drowns in what the first
+    layer adds, and the mean over a prompt, which FiLM reads, hardly depends on one word of it. The head keeps 0.02, so
+    that the untrained policy is close to uniform. FiLM starts as the identity.
     """
+    model.get_input_embeddings().weight.normal_()
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and not name.endswith("lm_head"):
             module.weight.normal_(std=0.7 * module.in_features**-0.5)

@@ -200,7 +200,8 @@ class OpenVLAPolicy(Policy):
         weights = {name.removeprefix("model."): x for name, x in state_dict.items() if name.startswith("model.")}
         head = {name.removeprefix("value_head."): x for name, x in state_dict.items() if name.startswith("value_head.")}
         save_vla(self.model, self.processor, folder, state_dict=weights)
-        save_file({name: x.contiguous() for name, x in head.items()}, Path(folder) / VALUE_HEAD_FILE)
+        if head:
+            save_file({name: x.contiguous() for name, x in head.items()}, Path(folder) / VALUE_HEAD_FILE)
 
     def _act(self, inputs: TensorDict, greedy: bool) -> PolicySample:
         log_probs: list[Tensor] = []
