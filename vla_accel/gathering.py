@@ -8,24 +8,17 @@ Usage: `with fsdp2_gathered(model): ...`
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as FSDP2
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
-from torch.distributed.fsdp._flat_param import HandleShardingStrategy
 from torch.distributed.fsdp._runtime_utils import _lazy_init, _reshard, _unshard
 from torch.distributed.tensor import DTensor
-
-KEEPING = {
-    HandleShardingStrategy.FULL_SHARD: HandleShardingStrategy.SHARD_GRAD_OP,
-    HandleShardingStrategy.HYBRID_SHARD: HandleShardingStrategy._HYBRID_SHARD_ZERO2,
-}
-"""FSDP1 strategies that free a unit after its forward, and their counterparts that do not."""
+from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 
 
 def kind_of(model: nn.Module) -> str:
@@ -72,55 +65,43 @@ def unsynchronized(model: nn.parallel.DistributedDataParallel) -> Iterator[None]
 
 @contextmanager
 def fsdp1_gathered(model: FSDP1) -> Iterator[None]:
-    """Gather each unit in compute dtype, and keep its own forward from giving it back. Collective on entry.
+    """Gather each unit in compute dtype, and run forwards past the hooks that would give it back. Collective on entry.
 
     Where parameters are kept in compute dtype this is `summon_full_params`. Under mixed precision, summoning makes a
     full-precision copy that no layer reads while each layer still gathers its own; there, units gather the way their
     forwards do.
     """
     _lazy_init(model, model)
-    units = [unit for unit in FSDP1.fsdp_modules(model) if unit._handle]
-    saved = [(unit._handle, unit._handle._sharding_strategy, unit._handle._pre_forward_order_index) for unit in units]
-    order, scratch = model._exec_order_data, copy.copy(model._exec_order_data)
-    scratch.handles_pre_forward_order, scratch.handles_post_forward_order = [], []
-
-    def show(*_: Any) -> None:
-        # A forward leaves views of the shards behind. Parameters are to look whole, and writes to miss the shards.
-        for unit in units:
-            unit.training_state, unit._handle._training_state = TrainingState.IDLE, HandleTrainingState.IDLE
-            unit._handle.unshard()
-
-    def recover(*_: Any) -> None:
-        if model.training_state != TrainingState.IDLE:  # the last forward was cut short
-            show()
-
-    def restore() -> None:
-        for unit in FSDP1.fsdp_modules(model):
-            unit._exec_order_data, unit.training_state = order, TrainingState.IDLE
-        for handle, strategy, index in saved:
-            handle._sharding_strategy, handle._training_state = strategy, HandleTrainingState.IDLE
-            handle._pre_forward_order_index, handle._post_forward_index = index, None
-
     _reshard_all(model)
+    units = FSDP1.fsdp_modules(model)
+    handles = [unit._handle for unit in units if unit._handle]
     with ExitStack() as stack:
-        if not any(handle.uses_sharded_strategy for handle, _, _ in saved):  # a single process
-            stack.enter_context(unsharded(model))
-            stack.callback(_reshard_all, model)
-        elif all(handle._use_orig_params and not handle._uses_param_mixed_precision for handle, _, _ in saved):
+        if not any(handle._uses_param_mixed_precision for handle in handles):
+            if not any(handle.uses_sharded_strategy for handle in handles):  # a single process
+                stack.enter_context(unsharded(model))
             stack.enter_context(FSDP1.summon_full_params(model, writeback=False))
         else:
             stack.callback(_reshard_all, model)
             for unit in units:
-                stream = unit._device_handle.current_stream()
-                _unshard(unit, unit._handle, stream, stream)
-        stack.callback(restore)
-        for unit in FSDP1.fsdp_modules(model):
-            unit._exec_order_data = scratch
-        for handle, strategy, _ in saved:
-            handle._sharding_strategy = KEEPING.get(strategy, strategy)
-        stack.callback(model.register_forward_pre_hook(recover).remove)
-        stack.callback(model.register_forward_hook(show, always_call=True).remove)
+                if unit._handle:
+                    stream = unit._device_handle.current_stream()
+                    _unshard(unit, unit._handle, stream, stream)
+                    if not unit._handle._use_orig_params:
+                        unit._handle._use_unsharded_views(as_params=False)
+        for unit in units:
+            stack.callback(vars(unit).pop, "forward")
+            unit.forward = partial(_forward_past_hooks, unit)
         yield
+
+
+def _forward_past_hooks(unit: FSDP1, *args: Any, **kwargs: Any) -> Any:
+    """What an FSDP1 forward does but for gathering: move and cast the inputs, and call the module."""
+    if unit._is_root:
+        ((args,), (kwargs,)) = _to_kwargs(args, kwargs, unit.compute_device, False)
+    policy = unit.mixed_precision
+    if policy.cast_root_forward_inputs if unit._is_root else policy.cast_forward_inputs and unit._handle:
+        args, kwargs = _cast_forward_inputs(policy.param_dtype, *args, **kwargs)
+    return unit.module(*args, **kwargs)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.launch import Checks
 from tests.distributed.models import Block, TinyPolicy, TowerBlock, batch, loss_of, raises
-from vla_accel.distributed import check_sharding, make_accelerator, policy_of, prepare_policy, seed_weights
+from vla_accel.distributed import check_sharding, global_sum, make_accelerator, policy_of, prepare_policy, seed_weights
 from vla_accel.modes import full_params, rollout_mode, train_mode
 from vla_accel.roll_call import meet
 
@@ -316,10 +316,11 @@ def check_trains_on(case: Case) -> None:
 
 def check_writes_stay_inside(case: Case) -> None:
     before = case.weights()
-    unsharded = not case.fsdp or case.size == 1 and isinstance(case.model, FullyShardedDataParallel)
+    alone = case.size == 1 and isinstance(case.model, FullyShardedDataParallel)
+    unsharded = not case.fsdp or (alone and not case.bf16)
     if unsharded:
         parameter = next(case.model.parameters())
-        with raises(RuntimeError, "written", "tower"), rollout_mode(case.model):
+        with raises(RuntimeError, "written"), rollout_mode(case.model):
             parameter.add_(1.0)
         with torch.no_grad():
             parameter.sub_(1.0)
@@ -397,7 +398,8 @@ def check_autograd(case: Case) -> None:
         loss = ((score.log_prob - sample.log_prob).exp() * sample.value[:, None]).mean() + loss_of(score)
         case.accelerator.backward(loss)
     grads = [p.grad for p in case.model.parameters() if p.grad is not None and p.grad.numel()]
-    assert grads
+    # FSDP1 may lay all trainable parameters of a rank's units into other ranks' shards.
+    assert global_sum(case.accelerator, len(grads))[0] > 0
     assert all((grad.to_local() if isinstance(grad, DTensor) else grad).isfinite().all() for grad in grads)
     case.optimizer.zero_grad()
 
