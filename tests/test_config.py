@@ -56,7 +56,7 @@ BAD = {
     "rollout.num_decisions": NOT_A_COUNT,
     "ppo.learning_rate": NEGATIVE,
     "ppo.value_learning_rate": NEGATIVE,
-    "ppo.lr_schedule": ["linaer"],
+    "ppo.lr_schedule": ["cosinus"],
     "ppo.lr_final": NOT_A_SHARE,
     "ppo.lr_warmup": NEGATIVE_COUNT,
     "ppo.weight_decay": NEGATIVE,
@@ -244,8 +244,8 @@ def test_a_config_survives_json(kind, model):
 
 def test_a_stored_config_with_an_unknown_option_is_refused():
     tree = to_dict(RecordConfig(out="demos"))
-    tree["data"]["speeed"] = 1.0
-    with pytest.raises(TypeError, match="speeed"):
+    tree["data"]["velocity"] = 1.0
+    with pytest.raises(TypeError, match="velocity"):
         from_dict(RecordConfig, tree)
 
 

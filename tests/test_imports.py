@@ -154,8 +154,8 @@ def test_a_public_name_comes_from_the_module_that_defines_it(name):
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="module 'vla_accel' has no attribute 'trian'"):
-        _ = vla_accel.trian
+    with pytest.raises(AttributeError, match="module 'vla_accel' has no attribute 'trane'"):
+        _ = vla_accel.trane
 
 
 def test_train_and_evaluate_are_functions_also_after_their_modules_were_imported():

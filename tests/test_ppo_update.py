@@ -61,7 +61,7 @@ def test_the_ratio_is_1_before_the_first_step(make_policy, accelerator, model, t
         batch.old_log_prob = sampled.clone()
         options = PPOOptions(micro_batch_size=size)
         with train_mode(policy):
-            metrics = rescore(accelerator, policy, batch, options, policy.unit_step)
+            metrics = rescore(accelerator, policy, batch, options)
         assert metrics["ppo/rescore_gap"] < 1e-5
         # What is rescored in micro-batches of one size is the old log-probability for all other sizes.
         for other in (1, 2, 5):
@@ -88,7 +88,7 @@ def test_rescore_reports_how_far_the_rollout_was_off(make_policy, accelerator):
     batch.old_log_prob[row, unit] += 0.5
     batch.old_log_prob[~batch.unit_mask] += 9.0
     with train_mode(policy):
-        metrics = rescore(accelerator, policy, batch, PPOOptions(), policy.unit_step)
+        metrics = rescore(accelerator, policy, batch, PPOOptions())
     assert abs(metrics["ppo/rescore_gap"] - 0.5) < 1e-5
     assert abs(metrics["ppo/rescore_kl"] - 0.5 * 0.25 / int(batch.unit_mask.sum())) < 1e-6
     torch.testing.assert_close(batch.old_log_prob, truth, rtol=0, atol=1e-5)
@@ -304,7 +304,7 @@ def test_the_kl_stop_ends_the_update(make_policy, accelerator):
     policy, optimizer = prepared(accelerator, policy)
     batch = batch_of(policy)
     with train_mode(policy):
-        rescore(accelerator, policy, batch, PPOOptions(), policy.unit_step)
+        rescore(accelerator, policy, batch, PPOOptions())
     outcome = run_update(accelerator, policy, optimizer, batch, epochs=6, target_kl=1e-4)
     # The first step is taken at KL 0 and carries the policy past the target, which the second minibatch finds.
     assert (outcome["ppo/steps"], outcome["ppo/kl_stop"]) == (1.0, 1.0)

@@ -52,7 +52,9 @@ def test_a_new_folder_may_be_missing_or_empty_but_not_in_use(tmp_path):
     for used in (tmp_path / "empty", tmp_path / "empty" / "file"):
         with pytest.raises(ValueError, match=r"^--out must be a new or an empty folder, but is "):
             new_folder(str(used), option="out")
-    with pytest.raises(ValueError, match=r"^--out must be a path that can be written, but is .*(Not a directory|File exists)"):
+    with pytest.raises(
+        ValueError, match=r"^--out must be a path that can be written, but is .*(Not a directory|File exists)"
+    ):
         new_folder(str(tmp_path / "empty" / "file" / "below"), option="out")
 
 

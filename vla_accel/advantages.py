@@ -6,7 +6,7 @@ Usage: `advantage, returns = gae(rollout.reward, rollout.value, ..., gamma=0.99,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ def gae(
 
 
 def normalize(
-    advantage: Tensor, valid: Tensor, *, global_sum: Callable[..., list[float]], eps: float = 1e-8
+    advantage: Tensor, valid: Tensor, *, global_sum: Callable[..., Sequence[float]], eps: float = 1e-8
 ) -> Tensor:
     """Bring the valid entries of all processes to mean 0 and standard deviation 1; the others become 0.
 

@@ -72,7 +72,7 @@ class Batch:
             inputs={name: take(x) for name, x in self.inputs.items()},
             trace={name: take(x) for name, x in self.trace.items()},
             num_decisions=self.num_decisions,
-            **{name: take(getattr(self, name)) for name in _ROWS},
+            **{name: take(getattr(self, name)) for name in _ROWS},  # type: ignore[arg-type]
         )
 
 
@@ -257,9 +257,7 @@ def micro_batches(
 
 
 @torch.no_grad()
-def rescore(
-    accelerator: Accelerator, model: nn.Module, batch: Batch, options: PPOOptions, unit_step: Tensor
-) -> dict[str, float]:
+def rescore(accelerator: Accelerator, model: nn.Module, batch: Batch, options: PPOOptions) -> dict[str, float]:
     """Replace the rollout's log-probabilities by those of the training forward, and report how far apart they were.
 
     Collective: call on every rank.

@@ -132,7 +132,7 @@ def train(config: PPOConfig) -> dict[str, Any]:
         batch = make_batch(rollout, advantage, returns, unit_step=policy.unit_step, first_env=first_env)
         set_learning_rates(optimizer, config.ppo, iteration, config.run.iterations)
         with seconds.measure("update"), train_mode(model):
-            metrics = rescore(accelerator, model, batch, config.ppo, policy.unit_step)
+            metrics = rescore(accelerator, model, batch, config.ppo)
             metrics |= update(
                 accelerator,
                 model,
