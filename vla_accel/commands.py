@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate.utils import DistributedType
 from torch import nn
 
@@ -19,7 +20,7 @@ from vla_accel.demos import record
 from vla_accel.distributed import make_accelerator, prepare_policy, seed_weights
 from vla_accel.envs.make import make_env
 from vla_accel.evaluate import can_film, evaluate, film
-from vla_accel.models import peek_vla
+from vla_accel.models import load_vla, peek_vla, save_vla
 from vla_accel.modes import rollout_mode
 from vla_accel.policies import load_policy, peek_policy
 from vla_accel.policies.base import Policy
@@ -132,6 +133,8 @@ def export(config: ExportConfig) -> Path:
     temporary = out.with_name(out.name + ".part")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.copytree(source, temporary)
+    if config.dtype != "stored":
+        save_vla(*load_vla(source, dtype=getattr(torch, config.dtype)), temporary)
     temporary.replace(out)
     print(f"The policy is in {out}. Use it with --policy.path {out}, or load_vla({str(out)!r}).")  # noqa: T201
     return out

@@ -105,7 +105,7 @@ class EnvConfig(SimulatorConfig):
 class RolloutConfig:
     """How much experience an update gets."""
 
-    num_decisions: int = 16
+    num_decisions: int = 12
     """Decisions of each environment per iteration. Episodes go on over the end of an iteration."""
 
     def __post_init__(self) -> None:
@@ -142,9 +142,9 @@ class PPOOptions:
     """One ratio per token (unit), per environment step, or per decision (chunk)."""
     epochs: int = 2
     """Passes over each rollout."""
-    minibatch_size: int = 128
+    minibatch_size: int = 96
     """Decisions per optimizer step, over all processes together."""
-    micro_batch_size: int = 64
+    micro_batch_size: int = 48
     """Decisions per forward and backward pass on one process. Changes memory and speed, not the result."""
     value_coef: float = 0.5
     """Weight of the value loss."""
@@ -199,7 +199,7 @@ class BaseRunConfig:
 class RunConfig(BaseRunConfig):
     """The run: length, seed, what is written and where. It is evaluated before and after training."""
 
-    iterations: int = 60
+    iterations: int = 40
     """Rollout and update, this many times."""
     eval_every: int = 0
     """Evaluate every so many iterations, too. 0: only before and after."""
@@ -371,6 +371,11 @@ class ExportConfig:
     """Output folder of the run."""
     out: str
     """Folder for the policy; it must not hold anything yet."""
+    dtype: Literal["stored", "float32", "bfloat16"] = "stored"
+    """Of the written weights. stored: as the run has them."""
+
+    def __post_init__(self) -> None:
+        check_choice("dtype", self.dtype, ("stored", *DTYPES))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -257,3 +257,9 @@ def test_remote_code_pointers_in_an_original_folder_are_not_followed(folder):
     assert isinstance(AutoConfig.from_pretrained(folder), OpenVLAConfig)
     model, _ = load_vla(folder)
     assert model.config.auto_map == pointer
+
+
+def test_saved_weights_can_be_read_by_whoever_can_read_the_configuration(tiny, tmp_path):
+    save_vla(*load_vla(tiny), tmp_path / "out")
+    modes = {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()}
+    assert len(modes) == 1

@@ -89,6 +89,18 @@ def save_vla(model: PreTrainedModel, processor: Any | None, folder: str | Path, 
         **kwargs: passed to the model's `save_pretrained`, e.g. `state_dict` (gathered elsewhere) or `max_shard_size`.
     """
     importlib.import_module(_FAMILIES[model.config.model_type]).save(model, processor, Path(folder), **kwargs)
+    share_weights(folder)
+
+
+def share_weights(folder: str | Path) -> None:
+    """Give the weight files of a folder the permissions of its config.json.
+
+    Safetensors writes files that only their owner can read; a checkpoint on a shared disk is for everybody that can
+    read its other files.
+    """
+    mode = (Path(folder) / "config.json").stat().st_mode & 0o777
+    for file in Path(folder).glob("*.safetensors"):
+        file.chmod(mode)
 
 
 def _family(path: str | Path) -> tuple[Path, Any]:

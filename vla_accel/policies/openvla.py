@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vla_accel.config import OFTPolicyConfig, PolicyConfig, check
-from vla_accel.models import load_vla, peek_vla, save_vla
+from vla_accel.models import load_vla, peek_vla, save_vla, share_weights
 from vla_accel.models.openvla.actions import OFT_EPS, ActionStatistics, ActionTokenizer
 from vla_accel.policies import token
 from vla_accel.policies.base import Policy, PolicySpec, ValueHead
@@ -202,6 +202,7 @@ class OpenVLAPolicy(Policy):
         save_vla(self.model, self.processor, folder, state_dict=weights)
         if head:
             save_file({name: x.contiguous() for name, x in head.items()}, Path(folder) / VALUE_HEAD_FILE)
+            share_weights(folder)
 
     def _act(self, inputs: TensorDict, greedy: bool) -> PolicySample:
         log_probs: list[Tensor] = []
