@@ -217,6 +217,14 @@ def test_frames_may_be_uint8_or_float_and_channels_first_or_last():
     assert (images[0][:, 0] == -1).all()
 
 
+def test_prepared_frames_do_not_share_memory_with_the_simulator():
+    for shape in ((1, 40, 60, 3), (1, 3, 40, 60)):
+        frame = np.zeros(shape, np.uint8)
+        inputs = make().prepare({"front": frame}, torch.zeros(1, 8), ["a"])
+        frame[:] = 255
+        assert not inputs["image.front"].any()
+
+
 def test_prepared_frames_stay_uint8():
     frame = np.zeros((1, 40, 60, 3), np.uint8)
     assert make().prepare({"front": frame}, torch.zeros(1, 8), ["a"])["image.front"].dtype == torch.uint8

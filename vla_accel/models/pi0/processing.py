@@ -160,12 +160,14 @@ class Pi0Processor:
         return name
 
     def _frame(self, frame: Any) -> Tensor:
-        frame = channels_first(torch.as_tensor(frame))
+        frame = channels_first(torch.as_tensor(frame)).clone(
+            memory_format=torch.contiguous_format
+        )  # not the simulator's
         if self.config.image_resize == "bilinear":
             return frame
         if frame.dtype != torch.uint8:
             frame = (frame.float() * 255).round().clamp(0, 255).to(torch.uint8)
-        return resize_with_pad(frame.contiguous(), self.config.image_size, antialias=True)
+        return resize_with_pad(frame, self.config.image_size, antialias=True)
 
     def model_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Finish what `prepare` began, on the tensors' device.
