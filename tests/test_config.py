@@ -99,6 +99,7 @@ BAD = {
     "episodes": NOT_A_COUNT,
     "seed": NOT_A_SEED,
     "blank": ["pictures"],
+    "dtype": ["float16"],
 }
 CASES = [(option, value) for option, values in BAD.items() for value in values]
 
@@ -113,6 +114,8 @@ CLASSES = (*GROUPS.values(), BaseRunConfig, ExpertConfig, OFTPolicyConfig, Simul
 def program_of(option):
     """A root config that has the option."""
     group = option.rpartition(".")[0]
+    if option == "dtype":
+        return ExportConfig
     return {"sft": SFTConfig, "data": SFTConfig, "": EvalConfig}.get(group, PPOConfig)
 
 
@@ -122,6 +125,8 @@ def build(option, value):
     value = (value,) if option == "run.trackers" else value
     if group:
         return GROUPS[group](**{name: value})
+    if option == "dtype":
+        return ExportConfig(run="run", out="out", dtype=value)
     return EvalConfig(model="openvla", policy=PolicyConfig(), **{name: value})
 
 
