@@ -273,3 +273,24 @@ def test_every_option_is_read_outside_the_config():
     reading |= {"options"} if "parsed_options" in reading else set()
     names = {f.name: kind.__name__ for kind in CLASSES for f in dataclasses.fields(kind)}
     assert {f"{owner}.{name}" for name, owner in names.items() if name not in reading} == set()
+
+
+@pytest.mark.parametrize(
+    ("words", "recipe", "learning_rate"),
+    [
+        ([], "tabletop", 3e-4),
+        (["--policy.path", "some/folder"], "finetune", 5e-6),
+        (["--policy.path=some/folder", "--recipe", "tabletop"], "tabletop", 3e-4),
+        (["--recipe=finetune", "--ppo.learning-rate", "1e-5"], "finetune", 1e-5),
+    ],
+)
+def test_a_recipe_sets_defaults_and_follows_the_checkpoint(words, recipe, learning_rate):
+    config = parse_args(PPOConfig, words)
+    assert (config.recipe, config.ppo.learning_rate) == (recipe, learning_rate)
+
+
+def test_an_unknown_recipe_is_refused_with_the_known_ones(capsys):
+    with pytest.raises(SystemExit):
+        parse_args(PPOConfig, ["--recipe", "finetuned"])
+    message = "error: --recipe must be one of tabletop, finetune, but is 'finetuned'. Did you mean finetune?"
+    assert capsys.readouterr().err.strip() == message

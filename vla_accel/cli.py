@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vla_accel.config import MODELS, POLICY_OPTIONS, Config, default_policy
+from vla_accel.config import MODELS, POLICY_OPTIONS, Config, PPOConfig, default_policy, default_ppo
 from vla_accel.rules import did_you_mean
 
 
@@ -103,6 +103,9 @@ def _parse(kind: type[Config], words: list[str]) -> Config:
     if root:
         # The classes of the default's groups count, not those of the annotations: so `policy` is the model's own.
         arguments["default"] = kind(**root)
+    if kind is PPOConfig:
+        usual = "finetune" if _value_of("policy.path", words, default="") else "tabletop"
+        arguments["default"] = default_ppo(root["model"], _value_of("recipe", words, default=usual))
     if "--help" in words or "-h" in words:
         return tyro.cli(kind, **arguments)
     report = io.StringIO()

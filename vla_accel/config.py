@@ -234,6 +234,9 @@ class PPOConfig:
 
     model: str
     """Kind of policy. The policy options are this model's own."""
+    recipe: str = "tabletop"
+    """Which defaults the options below have: tabletop suits the small checkpoint that ships with the package, finetune
+    a pre-trained model of real size. Where --policy.path is given: finetune."""
     policy: PolicyConfig
     env: EnvConfig = field(default_factory=EnvConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -242,6 +245,7 @@ class PPOConfig:
 
     def __post_init__(self) -> None:
         _check_model(self)
+        check_choice("recipe", self.recipe, tuple(RECIPES))
         batch = self.rollout.num_decisions * self.env.num_envs
         check(
             batch % self.ppo.minibatch_size == 0,
@@ -398,6 +402,15 @@ POLICY_OPTIONS: dict[str, type[PolicyConfig]] = {"openvla": PolicyConfig, "openv
 
 MODELS = tuple(POLICY_OPTIONS)
 
+RECIPES: dict[str, PPOOptions] = {
+    "tabletop": PPOOptions(),
+    # After the settings published for models of 7 billion parameters (arXiv 2509.09674, 2510.06710).
+    "finetune": PPOOptions(
+        learning_rate=5e-6, value_learning_rate=1e-4, lr_schedule="constant", clip_high=0.28, epochs=1
+    ),
+}
+"""Recipe name -> the defaults of the PPO options."""
+
 
 def default_policy(model: str) -> PolicyConfig:
     """A model's policy options at their defaults.
@@ -407,6 +420,17 @@ def default_policy(model: str) -> PolicyConfig:
     """
     check_choice("model", model, MODELS)
     return POLICY_OPTIONS[model]()
+
+
+def default_ppo(model: str, recipe: str) -> PPOConfig:
+    """A model's whole configuration at a recipe's defaults.
+
+    Raises:
+        ValueError: for an unknown model or recipe.
+    """
+    policy = default_policy(model)
+    check_choice("recipe", recipe, tuple(RECIPES))
+    return PPOConfig(model=model, recipe=recipe, policy=policy, ppo=RECIPES[recipe])
 
 
 def _check_model(config: PPOConfig | SFTConfig | EvalConfig) -> None:

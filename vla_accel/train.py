@@ -35,6 +35,7 @@ from vla_accel.rollout import Seconds, collect, start
 from vla_accel.track import (
     Progress,
     RunLog,
+    agree_on_folder,
     check_trackers,
     closing_table,
     make_output_dir,
@@ -73,6 +74,7 @@ def train(config: PPOConfig) -> dict[str, Any]:
     accelerator = make_accelerator(
         timeout_s=config.run.timeout_s, log_with=trackers, project_dir=str(output), shard_units=spec.shard_units
     )
+    output = agree_on_folder(accelerator, output)
     main = accelerator.is_main_process
     say = accelerator.print
     seed_weights(config.run.seed)
@@ -318,7 +320,7 @@ def describe(config: PPOConfig, spec: PolicySpec, policy: Policy, output: Path) 
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     where = "the small checkpoint that ships with vla_accel (no --policy.path given)" if spec.embedded else spec.path
     return (
-        f"{config.model}: {where}; {total / 1e6:.2f} M parameters, {trained / 1e6:.2f} M of them trained.\n"
+        f"{config.model}: {where}; {total / 1e6:.2f} M parameters, {trained / 1e6:.2f} M of them trained; recipe {config.recipe}.\n"
         f"{config.env.name}: {config.env.num_envs} environments, chunks of "
         f"{config.env.chunk_size or spec.chunk_size}, {config.run.iterations} iterations. Output: {output}"
     )
