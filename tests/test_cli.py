@@ -7,6 +7,7 @@ from helpers.programs import start
 
 from vla_accel.cli import options, parse_args, quiet
 from vla_accel.config import (
+    MODELS,
     POLICY_OPTIONS,
     EvalConfig,
     ExportConfig,
@@ -96,7 +97,7 @@ def test_help_shows_every_option_with_its_default_and_explanation(kind, capsys, 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--model open-vla", "--model must be one of openvla, openvla-oft, but is 'open-vla'. Did you mean openvla?"),
+        ("--model open-vla", f"--model must be one of {', '.join(MODELS)}, but is 'open-vla'. Did you mean openvla?"),
         ("--model", "--model needs a value."),
         ("--run.sead 1", "--run.sead is not an option. Did you mean run.seed?"),
         ("--run.out x", "--run.out is not an option. Did you mean run.output_dir?"),
@@ -125,7 +126,7 @@ def test_help_shows_every_option_with_its_default_and_explanation(kind, capsys, 
         (
             "--rollout.num-decisions 7",
             "--ppo.minibatch_size must divide the decisions of an iteration (rollout.num_decisions x env.num_envs = "
-            "224), but is 128. The nearest that does: 112.",
+            "224), but is 96. The nearest that does: 112.",
         ),
     ],
 )

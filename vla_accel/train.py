@@ -320,7 +320,8 @@ def describe(config: PPOConfig, spec: PolicySpec, policy: Policy, output: Path) 
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     where = "the small checkpoint that ships with vla_accel (no --policy.path given)" if spec.embedded else spec.path
     return (
-        f"{config.model}: {where}; {total / 1e6:.2f} M parameters, {trained / 1e6:.2f} M of them trained; recipe {config.recipe}.\n"
+        f"{config.model}: {where}; {total / 1e6:.2f} M parameters, {trained / 1e6:.2f} M of them trained; "
+        f"recipe {config.recipe}.\n"
         f"{config.env.name}: {config.env.num_envs} environments, chunks of "
         f"{config.env.chunk_size or spec.chunk_size}, {config.run.iterations} iterations. Output: {output}"
     )
