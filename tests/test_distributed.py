@@ -156,6 +156,15 @@ def test_a_cpu_without_bf16_units_runs_float32_unless_told(fresh, caplog, has_bf
     assert ("float32" in caplog.text) == (not has_bf16 and argument is None)
 
 
+def test_weight_decay_is_for_matrices(fresh):
+    policy = TinyPolicy()
+    _, optimizer = prepare_policy(make_accelerator(cpu=True), policy, learning_rate=1e-3, weight_decay=0.1)
+    decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] == 0.1 for p in group["params"]}
+    kept = {id(p) for group in optimizer.param_groups if group["weight_decay"] == 0.0 for p in group["params"]}
+    assert id(policy.head.weight) in decayed
+    assert {id(policy.head.bias), id(policy.norm.weight), id(policy.value_head.norm.weight)} <= kept
+
+
 def test_nothing_to_train_is_refused(fresh):
     with pytest.raises(ValueError, match="no trainable parameter"):
         prepare_policy(make_accelerator(cpu=True), TinyPolicy().requires_grad_(False), learning_rate=1e-3)

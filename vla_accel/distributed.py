@@ -212,12 +212,13 @@ def prepare_policy(
             `requires_grad` is False. Its parameters under `value_head` are the critic's.
         learning_rate: of the policy's parameters.
         value_learning_rate: of the critic's; None takes `learning_rate`.
-        weight_decay: of all parameters.
+        weight_decay: of matrices; biases and norms have none.
         make_optimizer: takes the parameter groups, e.g. `functools.partial(torch.optim.AdamW, betas=(0.9, 0.95))`.
 
     Returns:
-        The prepared model, to be called as the policy was, and the prepared optimizer. Its groups, `"policy"` and
-        `"value"` under the key `"name"`, hold trainable parameters only, and the full rate under `"initial_lr"`.
+        The prepared model, to be called as the policy was, and the prepared optimizer. Its groups hold trainable
+        parameters only, whose they are (`"policy"` or `"value"`) under `"name"`, and the full rate under
+        `"initial_lr"`.
 
     Raises:
         ValueError: nothing to train, or layer classes that the policy does not have.
@@ -351,16 +352,16 @@ def _unify_dtypes(accelerator: Accelerator, policy: nn.Module, names: tuple[str,
 
 
 def _param_groups(policy: nn.Module, rates: dict[str, float], weight_decay: float) -> list[dict[str, Any]]:
-    members: dict[str, list[nn.Parameter]] = {name: [] for name in rates}
+    groups: dict[tuple[str, float], list[nn.Parameter]] = {}
     for name, parameter in policy.named_parameters():
         if parameter.requires_grad:
-            members["value" if name.split(".")[0] == "value_head" else "policy"].append(parameter)
-    if not any(members.values()):
+            part = "value" if name.split(".")[0] == "value_head" else "policy"
+            groups.setdefault((part, weight_decay if parameter.ndim > 1 else 0.0), []).append(parameter)
+    if not groups:
         raise ValueError("The policy has no trainable parameter: every requires_grad is False.")
     return [
-        {"params": members[name], "lr": rate, "initial_lr": rate, "weight_decay": weight_decay, "name": name}
-        for name, rate in rates.items()
-        if members[name]
+        {"params": members, "lr": rates[part], "initial_lr": rates[part], "weight_decay": decay, "name": part}
+        for (part, decay), members in groups.items()
     ]
 
 

@@ -72,7 +72,7 @@ def fsdp1_gathered(model: FSDP1) -> Iterator[None]:
     forwards do.
     """
     _lazy_init(model, model)
-    _reshard_all(model)
+    reshard(model)
     units = FSDP1.fsdp_modules(model)
     handles = [unit._handle for unit in units if unit._handle]
     with ExitStack() as stack:
@@ -81,7 +81,7 @@ def fsdp1_gathered(model: FSDP1) -> Iterator[None]:
                 stack.enter_context(unsharded(model))
             stack.enter_context(FSDP1.summon_full_params(model, writeback=False))
         else:
-            stack.callback(_reshard_all, model)
+            stack.callback(reshard, model)
             for unit in units:
                 if unit._handle:
                     stream = unit._device_handle.current_stream()
@@ -96,10 +96,10 @@ def fsdp1_gathered(model: FSDP1) -> Iterator[None]:
 
 def _forward_past_hooks(unit: FSDP1, *args: Any, **kwargs: Any) -> Any:
     """What an FSDP1 forward does but for gathering: move and cast the inputs, and call the module."""
-    if unit._is_root:
+    if unit._is_root and (args or kwargs):
         ((args,), (kwargs,)) = _to_kwargs(args, kwargs, unit.compute_device, False)
     policy = unit.mixed_precision
-    if policy.cast_root_forward_inputs if unit._is_root else policy.cast_forward_inputs and unit._handle:
+    if (policy.cast_root_forward_inputs and unit._is_root) or (policy.cast_forward_inputs and unit._handle):
         args, kwargs = _cast_forward_inputs(policy.param_dtype, *args, **kwargs)
     return unit.module(*args, **kwargs)
 
@@ -113,7 +113,7 @@ def fsdp2_gathered(model: FSDP2) -> Iterator[None]:
     states = [unit._get_fsdp_state() for unit in units]
     groups = [group for state in states for group in _groups(state)]
     after_forward = [group.post_forward_mesh_info for group in groups]
-    _reshard_all(model)
+    reshard(model)
     try:
         for unit in units:
             unit.unshard()
@@ -130,15 +130,18 @@ def fsdp2_gathered(model: FSDP2) -> Iterator[None]:
             group._training_state = type(group._training_state).IDLE
             group._post_forward_indices.clear()
             group.post_forward_mesh_info = mesh_info
-        _reshard_all(model)
+        reshard(model)
 
 
-def _reshard_all(model: nn.Module) -> None:
-    """Free what is gathered. A forward without a backward leaves the root so, soon older than the last step."""
+def reshard(model: nn.Module) -> None:
+    """Free what is gathered; nothing to do for an unsharded model.
+
+    A forward without a backward leaves the root gathered, and older than the optimizer's next step.
+    """
     for unit in model.modules():
         if isinstance(unit, FSDP2):
             unit.reshard()
-        elif isinstance(unit, FSDP1) and unit._handle:
+        elif isinstance(unit, FSDP1) and unit._handle and unit._is_root is not None:
             _reshard(unit, unit._handle, unit._handle.uses_sharded_strategy)
 
 
@@ -152,7 +155,7 @@ def full_precision(model: nn.Module) -> Iterator[None]:
     """Show whole parameters in the dtype they are kept in. Collective on entry."""
     if isinstance(model, FSDP1):
         _lazy_init(model, model)
-    _reshard_all(model)
+    reshard(model)
     if isinstance(model, FSDP1):
         with FSDP1.summon_full_params(model, writeback=False):
             yield

@@ -17,7 +17,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from vla_accel.gathering import fsdp1_gathered, fsdp2_gathered, full_precision, kind_of, unsharded, unsynchronized
+from vla_accel.gathering import (
+    fsdp1_gathered,
+    fsdp2_gathered,
+    full_precision,
+    kind_of,
+    reshard,
+    unsharded,
+    unsynchronized,
+)
 from vla_accel.roll_call import meet, say_busy
 
 _open: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
@@ -76,7 +84,7 @@ def train_mode(model: nn.Module) -> Iterator[nn.Module]:
 
     Dropout stays off because old and new log-probs must come from the same function: then PPO's ratio is 1 before the
     first step. Layers that checkpoint only in train mode are put into it; what is inside them is not. Flags are put
-    back on leaving.
+    back on leaving, and what a forward without a backward left gathered is freed.
 
     Raises:
         RuntimeError: entered inside `rollout_mode` or `full_params` of the same model, where nothing is sharded.
@@ -88,6 +96,7 @@ def train_mode(model: nn.Module) -> Iterator[nn.Module]:
         for module in _checkpointing(model):
             module.training = True
         yield model
+    reshard(model)
 
 
 @contextmanager
