@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 work=${1:-runs/assets}
 export OMP_NUM_THREADS=1
 
-make_asset() { # model, decoding, chunk
+make_asset() { # model, decoding, chunk, speed of the slow expert: starts at 30 to 60 % success
   python scripts/make_tiny.py --folder "$work/$1/init" --decoding "$2" --chunk "$3" \
     --no-fused --hidden 64 --intermediate 128 --use-film
   python scripts/sft_vla.py --model "$1" --policy.path "$work/$1/init" --run.output-dir "$work/$1/aim" \
@@ -16,10 +16,10 @@ make_asset() { # model, decoding, chunk
     --data.episodes 4000 --data.speed 0.5 --data.noise 0.4 --env.max-episode-steps 24 --run.eval-episodes 200
   python scripts/sft_vla.py --model "$1" --policy.path "$work/$1/aim/policy" --run.output-dir "$work/$1/slow" \
     --sft.steps 600 --sft.batch-size 32 --sft.learning-rate 5e-4 --sft.smoothing 3 \
-    --data.episodes 1000 --data.speed 0.3 --data.speed-jitter 0.3 --data.noise 0.15 --run.eval-episodes 200
+    --data.episodes 1000 --data.speed "$4" --data.speed-jitter 0.3 --data.noise 0.15 --run.eval-episodes 200
   rm -rf "vla_accel/assets/$1"
   python scripts/export_vla.py --run "$work/$1/slow" --out "vla_accel/assets/$1" --dtype bfloat16
 }
 
-make_asset openvla autoregressive 1
-make_asset openvla-oft parallel 4
+make_asset openvla autoregressive 1 0.28
+make_asset openvla-oft parallel 4 0.27
