@@ -177,7 +177,7 @@ def test_two_iterations_by_accelerate_launch_leave_everything_a_run_leaves(tiny_
 def test_a_script_says_what_is_wrong_in_one_line_and_ends_with_a_code(launcher, tmp_path):
     done = script(launcher, "ppo_vla.py", "--model", "open-vla", cwd=tmp_path)
     assert done.returncode == (2 if launcher == "python" else 1)  # the launcher has a code of its own
-    sentence = "error: --model must be one of openvla, openvla-oft, but is 'open-vla'. Did you mean openvla?"
+    sentence = f"error: --model must be one of {', '.join(config.MODELS)}, but is 'open-vla'. Did you mean openvla?"
     assert done.stderr.splitlines().count(sentence) == 1
     before, _, after = done.stderr.partition(sentence)
     assert "Traceback" not in before

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from PIL import Image
 from vla_accel.track import (
     Progress,
     RunLog,
+    agree_on_folder,
     check_trackers,
     closing_table,
     make_output_dir,
@@ -29,6 +31,20 @@ def test_the_default_output_folder_is_in_runs_and_named_after_the_run(tmp_path, 
     assert folder.is_dir()
     assert folder.parent.name == "runs"
     assert folder.name.startswith("openvla-tabletop-2")
+
+
+def test_two_runs_that_start_in_the_same_second_get_two_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda _: "noon")
+    names = [make_output_dir(None, default="run").name for _ in range(3)]
+    assert names == ["run-noon", "run-noon-2", "run-noon-3"]
+
+
+def test_all_ranks_write_into_the_folder_of_the_main_process(tmp_path, accelerator, monkeypatch):
+    monkeypatch.setattr("vla_accel.track.broadcast_object", lambda *_: str(tmp_path / "main"))  # as from another rank
+    (tmp_path / "own").mkdir()
+    assert agree_on_folder(accelerator, tmp_path / "own") == tmp_path / "main"
+    assert [path.name for path in tmp_path.iterdir()] == ["main"]
 
 
 def test_an_output_folder_below_a_file_is_refused(tmp_path):

@@ -23,7 +23,7 @@ from vla_accel.optim import MuonWithAdamW, hidden_matrices
 from vla_accel.policies import load_policy, peek_policy
 from vla_accel.policies.base import Policy
 from vla_accel.rules import check
-from vla_accel.track import Progress, RunLog, make_output_dir, write_json
+from vla_accel.track import Progress, RunLog, agree_on_folder, make_output_dir, write_json
 from vla_accel.train import check_env_fits
 
 LOG_EVERY = 50
@@ -43,6 +43,7 @@ def finetune(config: SFTConfig) -> dict[str, Any]:
     check_env_fits(config.env, spec)
     output = make_output_dir(config.run.output_dir, default=f"sft-{config.model}-{config.env.name}")
     accelerator = make_accelerator(timeout_s=config.run.timeout_s, shard_units=spec.shard_units)
+    output = agree_on_folder(accelerator, output)
     seed_weights(config.run.seed)
     policy = load_policy(config.model, config.policy, suite=config.env.name)
     demos = _demonstrations(config)

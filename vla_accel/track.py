@@ -13,25 +13,29 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vla_accel.config import check
+from vla_accel.distributed import broadcast_object
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 def make_output_dir(path: str | None, *, default: str, resume: bool = False) -> Path:
     """Create the output folder and prove that it can be written.
 
     Args:
-        path: what the user asked for; None: `runs/<default>-<time>`.
+        path: what the user asked for; None: a new folder `runs/<default>-<time>`.
         default: stem of the folder's name.
         resume: whether the folder may already hold a run.
 
     Raises:
         ValueError: when it is a file, cannot be written, or holds another run.
     """
-    folder = Path(path) if path else Path("runs") / f"{default}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = Path(path) if path else _unused(Path("runs") / f"{default}-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -47,6 +51,26 @@ def make_output_dir(path: str | None, *, default: str, resume: bool = False) -> 
             "Name another folder, or go on with that run by --run.resume."
         )
     return folder
+
+
+def _unused(folder: Path) -> Path:
+    """The folder, or the first of `<folder>-2`, `<folder>-3`, ... that does not exist."""
+    number = 1
+    while (free := folder if number == 1 else folder.with_name(f"{folder.name}-{number}")).exists():
+        number += 1
+    return free
+
+
+def agree_on_folder(accelerator: Accelerator, folder: Path) -> Path:
+    """The main process's output folder, in place of the one that each process has just made under its own clock.
+
+    Collective: call on every rank.
+    """
+    shared = Path(broadcast_object(accelerator, str(folder)))
+    if shared != folder:
+        folder.rmdir()
+        shared.mkdir(parents=True, exist_ok=True)
+    return shared
 
 
 def new_folder(path: str, *, option: str) -> Path:

@@ -257,6 +257,7 @@ def make_training_envs(config: PPOConfig, policy: Policy, first_env: int, num_en
         max_episode_steps=env.max_episode_steps,
         vectorization=None if env.vectorization == "auto" else env.vectorization,
         env_options=env.parsed_options(),
+        timeout_s=env.timeout_s,
     )
 
 
@@ -280,7 +281,9 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, options: PPOOptions, it
 def rollout_metrics(accelerator: Any, rollout: Rollout) -> dict[str, float]:
     """Success, length and return of the episodes that ended in a rollout, over all processes. Collective."""
     episodes = [e for part in gather_objects(accelerator, rollout.episodes) for e in part]
-    valid, reward = global_sum(accelerator, float(rollout.valid.sum()), float(rollout.reward.sum()))
+    valid, reward, voided = global_sum(
+        accelerator, float(rollout.valid.sum()), float(rollout.reward.sum()), float(rollout.voided)
+    )
     count = max(len(episodes), 1)
     return {
         "rollout/success": sum(e.success for e in episodes) / count,
@@ -289,7 +292,7 @@ def rollout_metrics(accelerator: Any, rollout: Rollout) -> dict[str, float]:
         "rollout/truncated": sum(e.truncated for e in episodes) / count,
         "rollout/reward": reward / max(valid, 1.0),
         "rollout/decisions": valid,
-        "rollout/voided": float(rollout.voided),
+        "rollout/voided": voided,
     }
 
 
