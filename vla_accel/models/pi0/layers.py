@@ -18,14 +18,15 @@ from vla_accel.models.pi0.configuration import GemmaSizes
 
 NORM_EPS = 1e-6
 ROPE_BASE = 10000.0
-ROWS = 256  # tokens whose MLP activations stay in a CPU's cache
+ROWS = 320  # tokens whose MLP activations stay in a CPU's cache
 
 
 def by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Apply a function of single tokens to `[..., width]`; on a CPU without gradients, in pieces that fit its cache."""
-    if torch.is_grad_enabled() or x.device.type != "cpu" or x.shape[:-1].numel() <= ROWS:
+    count = x.shape[:-1].numel()
+    if torch.is_grad_enabled() or x.device.type != "cpu" or count <= ROWS:
         return function(x)
-    parts = x.reshape(-1, x.shape[-1]).split(ROWS)
+    parts = x.reshape(-1, x.shape[-1]).chunk(-(-count // ROWS))
     return torch.cat([function(part) for part in parts]).unflatten(0, x.shape[:-1])
 
 
