@@ -299,10 +299,8 @@ class Pi0Model(PreTrainedModel):
     def sample_time(self, count: int, *, generator: torch.Generator | None = None, device: Any = "cpu") -> Tensor:
         """Draw training times, float32 `[count]`: a Beta(alpha, 1) variable by its inverse distribution function."""
         config = self.config
-        uniform = torch.rand(count, generator=generator, device=device)
-        return uniform ** (1 / config.time_sampling_beta_alpha) * config.time_sampling_scale + (
-            config.time_sampling_offset
-        )
+        drawn = torch.rand(count, generator=generator, device=device) ** (1 / config.time_sampling_beta_alpha)
+        return drawn * config.time_sampling_scale + config.time_sampling_offset
 
     def loss(
         self,
