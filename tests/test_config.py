@@ -53,6 +53,7 @@ BAD = {
     "env.num_envs": NOT_A_COUNT,
     "env.chunk_size": NOT_A_COUNT,
     "env.vectorization": ["asinc"],
+    "env.timeout_s": NOT_POSITIVE,
     "rollout.num_decisions": NOT_A_COUNT,
     "ppo.learning_rate": NEGATIVE,
     "ppo.value_learning_rate": NEGATIVE,

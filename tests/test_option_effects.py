@@ -43,6 +43,7 @@ PPO_CASES = {
     "env.chunk_size": ("--env.chunk_size 2", ""),
     "env.max_episode_steps": ("--env.max_episode_steps 2", ""),
     "env.vectorization": ("--env.vectorization async", ""),
+    "env.timeout_s": ("--env.timeout_s 77", "--env.vectorization async"),
     "env.options": ("--env.options image_size 40", ""),
     "rollout.num_decisions": ("--rollout.num_decisions 6", ""),
     "ppo.learning_rate": ("--ppo.learning_rate 1e-3", ""),
@@ -219,5 +220,9 @@ def _watch(patch, module):
     watched("load_policy", look_at_policy)
     watched("make_accelerator", lambda _, options: built.update(timeout_s=options["timeout_s"]))
     if hasattr(module, "make_training_envs"):
-        watched("make_training_envs", lambda envs, _: built.update(envs=type(envs).__name__))
+        watched("make_training_envs", lambda envs, _: built.update(envs=type(envs).__name__, limit=_limit(envs)))
     return built
+
+
+def _limit(envs):
+    return getattr(envs, "timeout_s", None)

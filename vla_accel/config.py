@@ -92,12 +92,15 @@ class EnvConfig(SimulatorConfig):
     """Environment steps per decision. None: the policy's own chunk. Less: the rest of each chunk is dropped."""
     vectorization: Literal["auto", "sync", "async"] = "auto"
     """In this process, or one worker process per environment. auto: the environment's own choice."""
+    timeout_s: float = 120.0
+    """Seconds after which a worker process that does not answer is replaced and its episode played again."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_counts("env", self, "num_envs", least=1)
         if self.chunk_size is not None:
             check_counts("env", self, "chunk_size", least=1)
+        check_numbers("env", self, "timeout_s", above=0)
         check_choice("env.vectorization", self.vectorization, ("auto", "sync", "async"))
 
 

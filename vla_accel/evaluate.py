@@ -45,10 +45,12 @@ class Evaluation:
     Attributes:
         episodes: all of them, sorted by task and initial state.
         instructions: of the environment, indexed by task id.
+        voided: episodes lost to a simulator that failed; each was played again, so none is missing above.
     """
 
     episodes: list[Episode]
     instructions: list[str]
+    voided: int = 0
 
     @property
     def success(self) -> float:
@@ -73,6 +75,7 @@ class Evaluation:
         tasks = sorted({e.job.task_id for e in self.episodes})
         return {
             **self.summary(),
+            "voided": self.voided,
             "tasks": {
                 self.instructions[task]: self.summary([e for e in self.episodes if e.job.task_id == task])
                 for task in tasks
@@ -103,6 +106,8 @@ class Evaluation:
                 f"{name:<{width}}  {row['success']:7.1%}  {row['n']:5d}  {low:6.1%} .. {high:6.1%}"
                 f"  {row['success_at_end']:6.1%}  {steps:>12}"
             )
+        if self.voided:
+            lines.append(f"Episodes lost to a simulator that failed, and played again: {self.voided}.")
         return "\n".join(lines)
 
 
@@ -142,15 +147,17 @@ def evaluate(
         max_episode_steps=config.max_episode_steps,
         vectorization=None if config.vectorization == "auto" else config.vectorization,
         env_options=config.parsed_options(),
+        timeout_s=config.timeout_s,
     )
     try:
         with rollout_mode(model):
             played = play(model, policy, envs, device=accelerator.device, blank=blank)
     finally:
         envs.close()
-    everything = [episode for part in gather_objects(accelerator, played) for episode in part]
+    parts = gather_objects(accelerator, played)
+    everything = [episode for episodes, _ in parts for episode in episodes]
     everything.sort(key=lambda e: (e.job.task_id, e.job.state_id, e.job.seed))
-    return Evaluation(episodes=everything, instructions=instructions)
+    return Evaluation(episodes=everything, instructions=instructions, voided=sum(voided for _, voided in parts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +224,8 @@ def film(
     try:
         for queue, pictures in zip(envs.envs, frames, strict=True):
             queue.env.frames = pictures
-        played = {episode.job: episode for episode in play(model, policy, envs, device=device, blank=blank)}
+        ended, _ = play(model, policy, envs, device=device, blank=blank)
+        played = {episode.job: episode for episode in ended}
     finally:
         envs.close()
     return [
@@ -243,8 +251,12 @@ def _held_out(
 
 def play(
     model: nn.Module, policy: Policy, envs: gym.vector.VectorEnv, *, device: torch.device, blank: str = "none"
-) -> list[Episode]:
-    """Act greedily until every environment has played all its jobs. Finished environments cost no forward."""
+) -> tuple[list[Episode], int]:
+    """Act greedily until every environment has played all its jobs. Finished environments cost no forward.
+
+    Returns:
+        The episodes in the order they ended, and how many more were lost to a simulator that failed and played again.
+    """
     state = start(envs)
     episodes: list[Episode] = []
     shape = (envs.num_envs, *envs.single_action_space.shape)
@@ -257,8 +269,9 @@ def play(
         obs, _, _, _, infos = envs.step(np.clip(action, space.low, space.high))
         info = read_step(infos, envs.num_envs)
         episodes += [episode for _, episode in info.episodes]
+        state.voided += int(info.voided.sum())
         state.obs, state.idle = to_observation(obs, envs.instructions), info.idle
-    return episodes
+    return episodes, state.voided
 
 
 def _blanked(obs: Observation, blank: str) -> Observation:

@@ -29,16 +29,22 @@ class EnvState:
     Attributes:
         obs: what each environment shows now.
         idle: bool `[N]`, True where an environment has no more jobs.
+        voided: episodes lost that no rollout has counted yet.
     """
 
     obs: Observation
     idle: np.ndarray
+    voided: int = 0
 
 
 def start(envs: gym.vector.VectorEnv) -> EnvState:
     """Reset all environments; each begins the first of its jobs."""
     obs, infos = envs.reset()
-    return EnvState(obs=to_observation(obs, envs.instructions), idle=read_idle(infos, envs.num_envs))
+    return EnvState(
+        obs=to_observation(obs, envs.instructions),
+        idle=read_idle(infos, envs.num_envs),
+        voided=int(np.sum(infos.get("voided", 0))),
+    )
 
 
 @dataclass
@@ -83,6 +89,7 @@ def collect(
     steps: list[dict] = []
     episodes: list[Episode] = []
     finals: list[tuple[int, int, dict]] = []
+    voided, state.voided = state.voided, 0
     seconds = Seconds()
     for t in range(num_decisions):
         with seconds.measure("policy"):
@@ -99,9 +106,10 @@ def collect(
                 "terminated": terminated,
                 "truncated": truncated & ~terminated,
                 "executed": info.executed,
-                "valid": ~state.idle,
+                "valid": ~state.idle & (info.executed > 0),
             }
         )
+        voided += int(info.voided.sum())
         episodes += [episode for _, episode in info.episodes]
         for env, final in info.final_obs:
             if truncated[env] and not terminated[env]:
@@ -109,7 +117,7 @@ def collect(
         state.obs, state.idle = to_observation(obs, envs.instructions), info.idle
     with seconds.measure("policy"):
         next_value = _next_values(model, policy, envs, steps, state, finals, device)
-    return _stack(steps, next_value, episodes, seconds.total)
+    return _stack(steps, next_value, episodes, voided, seconds.total)
 
 
 def act(model: nn.Module, inputs: TensorDict, device: torch.device, *, greedy: bool = False) -> PolicySample:
@@ -155,7 +163,9 @@ def _next_values(
     return after
 
 
-def _stack(steps: list[dict], next_value: Tensor, episodes: list[Episode], seconds: dict[str, float]) -> Rollout:
+def _stack(
+    steps: list[dict], next_value: Tensor, episodes: list[Episode], voided: int, seconds: dict[str, float]
+) -> Rollout:
     samples = [step["sample"] for step in steps]
 
     def numbers(name: str, dtype: torch.dtype) -> Tensor:
@@ -179,5 +189,6 @@ def _stack(steps: list[dict], next_value: Tensor, episodes: list[Episode], secon
         truncated=numbers("truncated", torch.bool),
         valid=valid,
         episodes=episodes,
+        voided=voided,
         seconds=seconds,
     )

@@ -171,6 +171,8 @@ def train(config: PPOConfig) -> dict[str, Any]:
         progress.step(success=f"{metrics['rollout/success']:.2f}", kl=f"{metrics['ppo/kl']:.3f}")
     progress.close()
     envs.close()
+    if voided := sum(int(row["rollout/voided"]) for row in log.rows):
+        say(f"Episodes lost to a simulator that failed, and played again: {voided}.")
 
     after = run_evaluation().to_dict() if config.run.eval_episodes and config.run.iterations else before
     export_policy(accelerator, model, policy, output / "policy")

@@ -129,8 +129,8 @@ class Episode:
 class Rollout:
     """T decisions of N environments, as collected. Tensors live on the CPU.
 
-    Rows that belong to no episode (an environment that had no more jobs) are False in `valid`. Their numbers are 0;
-    `inputs` and `trace` hold what the policy made of an observation of zeros.
+    Rows that are no samples are False in `valid`: of an environment that had no more jobs, and of a decision that was
+    lost with its simulator. Their numbers are 0; `inputs` and `trace` hold what the policy saw and did there.
 
     Attributes:
         inputs: policy inputs, a dict of tensors `[T, N, ...]`.
@@ -145,7 +145,7 @@ class Rollout:
         truncated: bool `[T, N]`, the time limit ended the episode in this decision.
         valid: bool `[T, N]`.
         episodes: the episodes that ended in this rollout, in the order they ended.
-        voided: episodes lost to a simulator that died.
+        voided: episodes lost to a simulator that raised, died or hung; their jobs were played again.
         seconds: wall time by phase, e.g. `{"policy": 1.2, "env": 0.4}`.
     """
 

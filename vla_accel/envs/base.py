@@ -164,7 +164,7 @@ class EpisodeQueue(gym.Wrapper):
         self._actions = []
         self._steps, self._total, self._success = 0, 0.0, False
         if self._job is None:
-            return _zeros(self.observation_space), {"idle": True}
+            return zeros(self.observation_space), {"idle": True}
         options = {"task_id": self._job.task_id, "state_id": self._job.state_id}
         obs, _ = self.env.reset(seed=self._job.seed, options=options)
         return obs, {"idle": False}
@@ -172,7 +172,7 @@ class EpisodeQueue(gym.Wrapper):
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Execute one chunk `[K, A]`, or nothing when idle."""
         if self._job is None:
-            return _zeros(self.observation_space), 0.0, False, False, {"executed": 0, "success": False, "idle": True}
+            return zeros(self.observation_space), 0.0, False, False, {"executed": 0, "success": False, "idle": True}
         self._actions.append(np.array(action))
         obs, reward, terminated, truncated, info = self.env.step(action)
         truncated = truncated and not terminated
@@ -216,15 +216,18 @@ class StepInfo:
     """What a step of the vector environment reports beside its five results.
 
     Attributes:
-        executed: int64 `[N]`, environment steps executed, 0..K; 0 where the environment was idle.
+        executed: int64 `[N]`, environment steps executed, 0..K; 0 where the environment was idle or the decision lost
+            with its worker. Only a decision with more than 0 is a sample.
         idle: bool `[N]`, no episode runs after this step: what the next decision does there counts for nothing.
         episodes: (environment, record) of each episode that ended.
         final_obs: (environment, single observation): the last observation of each episode that ended. The stacked
             observation of the same step already shows the next episode.
+        voided: int64 `[N]`, episodes lost to a worker that failed; their jobs are played again.
     """
 
     executed: np.ndarray
     idle: np.ndarray
+    voided: np.ndarray
     episodes: list[tuple[int, Episode]] = field(default_factory=list)
     final_obs: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
 
@@ -258,6 +261,7 @@ def read_step(infos: dict[str, Any], num_envs: int) -> StepInfo:
     return StepInfo(
         executed=executed,
         idle=read_idle(infos, num_envs),
+        voided=np.array(infos.get("voided", np.zeros(num_envs)), dtype=np.int64),
         episodes=[(index, final["episode"][index]) for index in ended],
         final_obs=[(index, infos["final_obs"][index]) for index in ended],
     )
@@ -300,10 +304,10 @@ def stack_final(final_obs: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
     }
 
 
-def _zeros(space: gym.Space) -> Any:
-    """An observation of zeros that lies in no episode."""
+def zeros(space: gym.Space) -> Any:
+    """An observation of zeros: that of an environment in which no episode runs."""
     if isinstance(space, gym.spaces.Dict):
-        return {name: _zeros(part) for name, part in space.items()}
+        return {name: zeros(part) for name, part in space.items()}
     if isinstance(space, gym.spaces.Discrete):
         return np.int64(0)
     return np.zeros(space.shape, dtype=space.dtype)

@@ -19,17 +19,22 @@ from types import GeneratorType
 from typing import Any
 
 import gymnasium as gym
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from vla_accel.envs.base import ActionChunk, EpisodeQueue
+from vla_accel.envs.workers import Reporter, Workers
 from vla_accel.types import Job
 
 REGISTRY: dict[str, str] = {
     "tabletop": "vla_accel.envs.tabletop:Tabletop",
+    "gym:": "vla_accel.envs.gymnasium_env:GymnasiumEnv",
+    "metaworld:": "vla_accel.envs.metaworld:MetaWorld",
 }
 """Environment name -> `module:attr`. A name that ends in a colon takes what follows it as first argument."""
 
-_WORKER_ENVIRON = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_WORKER_ENVIRON = dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "LP_NUM_THREADS"), "1"
+)
 
 
 def make_env(name: str, **options: Any) -> gym.Env:
@@ -61,6 +66,7 @@ def make_vector_env(
     max_episode_steps: int | None = None,
     vectorization: str | None = None,
     env_options: Mapping[str, Any] | None = None,
+    timeout_s: float = 120.0,
 ) -> VectorEnv:
     """Build N environments that play their jobs, each action a chunk `[K, A]`.
 
@@ -76,6 +82,7 @@ def make_vector_env(
         max_episode_steps: time limit in environment steps; None for the simulator's own.
         vectorization: `"sync"` for one process, `"async"` for a worker process each, None for the simulator's choice.
         env_options: options of the simulator.
+        timeout_s: seconds after which a worker process that does not answer is replaced; see `workers.py`.
 
     Returns:
         A vector environment with the further attributes `instructions`, `state_ids`, `chunk_size` and
@@ -100,7 +107,7 @@ def make_vector_env(
     if mode not in ("sync", "async"):
         raise ValueError(f"vectorization must be 'sync', 'async' or None, got {mode!r}")
     builders = [_Builder(name, options, limit, chunk_size, stream, os.getpid()) for stream in jobs]
-    envs = _start_sync(builders) if mode == "sync" else _start_async(builders)
+    envs = _start_sync(builders) if mode == "sync" else _start_async(builders, timeout_s)
     envs.instructions, envs.state_ids = instructions, state_ids
     envs.chunk_size, envs.max_episode_steps = chunk_size, limit
     return envs
@@ -125,11 +132,21 @@ class _Builder:
         return EpisodeQueue(ActionChunk(env, self.chunk_size), self.jobs)
 
 
+@dataclass(frozen=True)
+class _WorkerBuilder:
+    """Builds one environment for a worker process."""
+
+    builder: _Builder
+
+    def __call__(self) -> Reporter:
+        return Reporter(self.builder())
+
+
 def _start_sync(builders: list[_Builder]) -> VectorEnv:
     return SyncVectorEnv(builders, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
-def _start_async(builders: list[_Builder]) -> VectorEnv:
+def _start_async(builders: list[_Builder], timeout_s: float) -> VectorEnv:
     """One worker process per environment; not forked, since threads and graphics contexts do not survive a fork."""
     for index, builder in enumerate(builders):
         if isinstance(builder.jobs, GeneratorType):
@@ -139,7 +156,8 @@ def _start_async(builders: list[_Builder]) -> VectorEnv:
             )
     context = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     with _environ(_WORKER_ENVIRON):
-        return AsyncVectorEnv(builders, shared_memory=True, context=context, autoreset_mode=AutoresetMode.SAME_STEP)
+        jobs = [builder.jobs for builder in builders]
+        return Workers([_WorkerBuilder(builder) for builder in builders], jobs, context=context, timeout_s=timeout_s)
 
 
 @contextmanager

@@ -1,0 +1,95 @@
+"""How simulators that draw with OpenGL find a way to do so without a screen; to be called before they are imported.
+
+Not here: any drawing. Usage: `prepare_graphics()`, then `import mujoco`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+PACKAGES = "libegl1 libgl1-mesa-dri libgl1 libglib2.0-0 (EGL), or libosmesa6 (OSMesa)"
+"""Debian's names of what software rendering needs."""
+
+_EGL_PLATFORM_DEVICE_EXT = 0x313F
+_MAX_DEVICES = 64
+_OSMESA = ("libOSMesa.so.8", "libOSMesa.so.6", "libOSMesa.so")
+
+
+def prepare_graphics(*, required: bool = True) -> None:
+    """Choose EGL where it works, else OSMesa, and the graphics device of this rank; a choice of the user's stands.
+
+    Sets `MUJOCO_GL`, `PYOPENGL_PLATFORM`, `MUJOCO_EGL_DEVICE_ID` where there are several ranks, and one thread for
+    drawing in software. Libraries read these when they are imported.
+
+    Args:
+        required: whether to raise when there is no way to draw.
+
+    Raises:
+        RuntimeError: naming the packages that are missing.
+    """
+    os.environ.setdefault("LP_NUM_THREADS", "1")
+    if not os.environ.get("MUJOCO_GL"):
+        backend = "egl" if egl_devices() else "osmesa" if _has_osmesa() else None
+        if backend is None:
+            if required:
+                raise RuntimeError(
+                    f"This simulator draws with OpenGL and found none. On Debian: apt-get install {PACKAGES}"
+                )
+            return
+        os.environ["MUJOCO_GL"] = backend
+    if os.environ["MUJOCO_GL"] in ("egl", "osmesa"):
+        os.environ.setdefault("PYOPENGL_PLATFORM", os.environ["MUJOCO_GL"])
+    if os.environ["MUJOCO_GL"] == "egl" and "MUJOCO_EGL_DEVICE_ID" not in os.environ:
+        device = device_of_rank(os.environ)
+        if device is not None and int(device) in egl_devices():
+            os.environ["MUJOCO_EGL_DEVICE_ID"] = device
+
+
+def device_of_rank(environ: os._Environ[str] | dict[str, str]) -> str | None:
+    """The graphics device for `LOCAL_RANK`, as a number; None where the ranks do not say or no GPU is chosen."""
+    rank, visible = environ.get("LOCAL_RANK"), environ.get("CUDA_VISIBLE_DEVICES")
+    if rank is None or not rank.isdigit():
+        return None
+    if visible is None:
+        return rank
+    devices = [device.strip() for device in visible.split(",")]
+    if not all(device.isdigit() for device in devices):
+        return None
+    return devices[int(rank) % len(devices)]
+
+
+def egl_devices() -> list[int]:
+    """Numbers of the EGL devices that can be used, asked of the library itself."""
+    try:
+        egl = ctypes.CDLL("libEGL.so.1")
+    except OSError:
+        return []
+    egl.eglGetProcAddress.restype = ctypes.c_void_p
+    egl.eglGetProcAddress.argtypes = [ctypes.c_char_p]
+    addresses = [egl.eglGetProcAddress(name) for name in (b"eglQueryDevicesEXT", b"eglGetPlatformDisplayEXT")]
+    if not all(addresses):
+        return []
+    integer, pointer = ctypes.c_int, ctypes.c_void_p
+    query = ctypes.CFUNCTYPE(integer, integer, ctypes.POINTER(pointer), ctypes.POINTER(integer))(addresses[0])
+    display_of = ctypes.CFUNCTYPE(pointer, integer, pointer, pointer)(addresses[1])
+    egl.eglInitialize.argtypes = [pointer, pointer, pointer]
+    devices, count = (pointer * _MAX_DEVICES)(), integer()
+    if not query(_MAX_DEVICES, devices, ctypes.byref(count)):
+        return []
+    found = []
+    for number in range(count.value):
+        display = display_of(_EGL_PLATFORM_DEVICE_EXT, devices[number], None)
+        if display and egl.eglInitialize(display, None, None):
+            found.append(number)
+    return found
+
+
+def _has_osmesa() -> bool:
+    for name in _OSMESA:
+        try:
+            ctypes.CDLL(name)
+        except OSError:
+            continue
+        return True
+    return False
