@@ -28,7 +28,6 @@ SMALL = [
     "--ppo.epochs=1",
     "--policy.value_hidden=16",
     "--env.num-envs=4",
-    *("--env.options", "image_size", "32"),
 ]
 
 
@@ -154,8 +153,8 @@ def script(launcher, name, *words, cwd):
     )  # fmt: skip
 
 
-def test_two_iterations_by_accelerate_launch_leave_everything_a_run_leaves(tiny_openvla, tmp_path):
-    done = script("accelerate", "ppo_vla.py", "--model", "openvla", "--policy.path", tiny_openvla, *SMALL, cwd=tmp_path)
+def test_two_iterations_by_accelerate_launch_leave_everything_a_run_leaves(tmp_path):
+    done = script("accelerate", "ppo_vla.py", "--model", "openvla", *SMALL, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (out,) = (tmp_path / "runs").iterdir()
     names = {file.name for file in out.iterdir()}
@@ -165,12 +164,24 @@ def test_two_iterations_by_accelerate_launch_leave_everything_a_run_leaves(tiny_
     assert all(row["ppo/first_log_ratio"] < 1e-5 for row in rows)
     assert len(list((out / "videos").glob("after_0_*.mp4"))) == 1
     load_vla(out / "policy")
+    assert "the small checkpoint that ships with vla_accel (no --policy.path given)" in done.stdout
     assert "Before training: " in done.stdout
     assert re.search(r"^all .*->.* 4$", done.stdout, re.MULTILINE)
     assert str(out.relative_to(tmp_path)) in done.stdout
     assert "2/2" in done.stderr
     assert "Writing model shards" not in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["openvla", "openvla-oft"])
+def test_two_iterations_of_the_default_command_start_at_a_success_to_improve(model, tmp_path):
+    done = script("accelerate", "ppo_vla.py", "--model", model, "--run.iterations", 2, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (result,) = (tmp_path / "runs").glob("*/result.json")
+    before, after = json.loads(result.read_text()).values()
+    assert (before["n"], after["n"]) == (100, 100)
+    assert 0.2 <= before["success"] <= 0.7
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
