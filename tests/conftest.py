@@ -70,7 +70,9 @@ def make_policy(tiny_openvla, tiny_openvla_oft):
             torch.manual_seed(0)
             policy = load_policy(model, kind(path=str(folder), value_hidden=16, **options), suite="tabletop")
             with torch.no_grad():
-                policy.model.language_model.lm_head.weight.mul_(20.0)
+                # Small embeddings let pictures and words count alike; a large head makes actions far from uniform.
+                torch.nn.init.normal_(policy.model.get_input_embeddings().weight, std=0.02)
+                torch.nn.init.normal_(policy.model.get_output_embeddings().weight, std=0.2)
                 torch.nn.init.normal_(policy.value_head.out.weight, std=0.5)
         return policy
 

@@ -75,7 +75,7 @@ def test_the_value_does_not_depend_on_the_actions(make_policy, model):
 @pytest.mark.parametrize("model", MODELS)
 def test_sampled_actions_are_as_frequent_as_their_probabilities_say(make_policy, model, temperature):
     """The first token of one and the same decision, drawn by many environments."""
-    num = 2000
+    num = 1000
     policy = make_policy(model, temperature=temperature)
     one = observation(1)
     inputs = {name: x.expand(num, *x.shape[1:]) for name, x in policy.prepare(one).items()}
@@ -145,7 +145,7 @@ def test_a_batch_acts_like_its_rows_one_by_one(make_policy, model):
         assert torch.equal(part.trace["bins"], together.trace["bins"][order])
         torch.testing.assert_close(part.log_prob, together.log_prob[order], rtol=0, atol=1e-5)
         torch.testing.assert_close(part.value, together.value[order], rtol=0, atol=1e-5)
-    assert len({tuple(row.tolist()) for row in together.trace["bins"]}) == 3
+    assert len(set(together.value.tolist())) == 3, "three different decisions"
 
 
 @pytest.mark.parametrize("model", MODELS)
