@@ -1,5 +1,6 @@
 """Command lines: what is read, what is refused, and how a program ends."""
 
+import json
 import re
 
 import pytest
@@ -199,3 +200,11 @@ def test_loading_bars_are_silenced_and_those_of_downloads_are_not():
     finally:
         if before:
             logging.enable_progress_bar()
+
+
+def test_torchrun_gets_the_sentence_for_its_report(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    start(capsys, ExportConfig, f"{__name__}:refuse", "--run", "a", "--out", "b")
+    left = json.loads((tmp_path / "error.json").read_text())
+    assert left["message"] == "error: --run 'a' cannot be."
+    assert abs(int(left["timestamp"]) - time.time()) < 60

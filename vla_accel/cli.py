@@ -12,10 +12,12 @@ import contextlib
 import dataclasses
 import importlib
 import io
+import json
 import logging
 import os
 import re
 import sys
+import time
 import types
 import typing
 import warnings
@@ -255,11 +257,18 @@ def _unboxed(report: str) -> str:
 
 
 def _say_error(error: Exception) -> None:
-    """Print `error: <sentence>`, and under a launcher, which adds tracebacks of its own, where to stop reading."""
+    """Print `error: <sentence>`, and under a launcher, which adds tracebacks of its own, where to stop reading.
+
+    torchrun's report quotes the sentence where it is left in the file that torchrun names.
+    """
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
     note = "(The traceback below is the launcher's, which only saw the script end.)\n" if launched else ""
     sys.stderr.write(f"\nerror: {error}\n{note}\n" if launched else f"error: {error}\n")
     sys.stderr.flush()
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if report:
+        content = {"message": f"error: {error}", "timestamp": str(int(time.time()))}
+        Path(report).write_text(json.dumps(content), encoding="utf-8")
 
 
 def _local_rank() -> int:
