@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 
 import pytest
 from helpers.programs import start
