@@ -238,8 +238,10 @@ def prepare_policy(
         policy.forward = convert_outputs_to_fp32(autocast(policy.forward))
     model, optimizer = accelerator.prepare(policy, optimizer)
     if sharded:
-        check_sharding(model, names, expected=expected)
+        units = check_sharding(model, names, expected=expected)
         _keep_inputs(model)
+        how = f"FSDP{accelerator.state.fsdp_plugin.fsdp_version}"
+        accelerator.print(f"{how}: sharded into {units} units over {accelerator.num_processes} processes.")
     return model, optimizer
 
 

@@ -83,11 +83,20 @@ def _occupation(store: dist.Store, rank: int) -> str:
     return store.get(key).decode() if store.check([key]) else ""
 
 
+def explain(error: BaseException) -> str:
+    """Which ranks were gone when `error` ended this one, in a sentence; empty if none, or if nobody watches.
+
+    Also tells the others why this rank ends. An uncaught exception is explained without being asked; a script that
+    turns errors into messages calls this. Takes a few seconds after a failed collective.
+    """
+    return Watch._running.explain(error) if Watch._running else ""
+
+
 class Watch:
     """Signs of life of all ranks, on a thread with its own connection to the store.
 
     An uncaught exception on this rank is told to the others, and a failed collective is followed by a message that
-    names the ranks which are gone. A rank that gives no sign for `timeout_s` seconds, killed or stopped, ends this
+    names the ranks which are gone (`explain`). A rank that gives no sign for `timeout_s` seconds, killed or stopped, ends this
     process too, whatever its main thread waits for.
     """
 
@@ -144,7 +153,7 @@ class Watch:
                 silent = [0]
             if silent and not self._closing.is_set():
                 names = "; ".join(self._describe(rank) for rank in silent)
-                self._say(f"ends: no sign of life for {self.timeout_s:g} s from {names}")
+                self._say(f"rank {self.rank} ends: no sign of life for {self.timeout_s:g} s from {names}.")
                 os._exit(1)
 
     def _look(self) -> None:
@@ -157,14 +166,18 @@ class Watch:
     def _describe(self, rank: int) -> str:
         return f"rank {rank} ({self._read('where', rank) or '?'}; {self._ends.get(rank, 'no sign of life')})"
 
+    def explain(self, error: BaseException) -> str:
+        """See the function of this name."""
+        # A collective fails with a RuntimeError; with any other error this rank is the cause, not the victim.
+        gone = self.gone() if isinstance(error, RuntimeError) and not self._closing.is_set() else []
+        reason = str(error).partition("\n")[0][:200]
+        self._close(f"ended by {type(error).__name__}: {reason}")
+        return f"rank {self.rank} ended when these were gone: {'; '.join(gone)}." if gone else ""
+
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._next_hook(kind, error, trace)
-        # A collective fails with a RuntimeError; with any other error this rank is the cause, not the victim.
-        gone = self.gone() if issubclass(kind, RuntimeError) else []
-        reason = str(error).partition("\n")[0][:200]
-        self._close(f"ended by {kind.__name__}: {reason}")
-        if gone:
-            self._say(f"ended when these were gone: {'; '.join(gone)}")
+        if words := self.explain(error):
+            self._say(words)
 
     def _close(self, how: str) -> None:
         if not self._closing.is_set():
@@ -188,8 +201,9 @@ class Watch:
         self._store_lost_at = None
         return answer
 
-    def _say(self, message: str) -> None:
-        print(f"vla_accel: rank {self.rank} {message}.", file=sys.stderr, flush=True)  # noqa: T201
+    @staticmethod
+    def _say(message: str) -> None:
+        print(f"vla_accel: {message}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _key(what: str, rank: int) -> str:

@@ -8,6 +8,7 @@ import sys
 import time
 
 from vla_accel.distributed import global_sum, make_accelerator
+from vla_accel.roll_call import explain
 
 
 def main() -> None:
@@ -22,7 +23,12 @@ def main() -> None:
         if how == "leave":
             sys.exit(0)
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
-    global_sum(accelerator, 1.0)
+    try:
+        global_sum(accelerator, 1.0)
+    except RuntimeError as error:
+        if accelerator.process_index == 2:  # as scripts do, which show messages instead of tracebacks
+            sys.exit(explain(error))
+        raise
 
 
 if __name__ == "__main__":
