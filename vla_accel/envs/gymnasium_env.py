@@ -69,7 +69,7 @@ class GymnasiumEnv(gym.Env):
         self._rendering, self._obs = True, None
         probe = self._build()
         try:
-            limit = probe.spec.max_episode_steps if probe.spec else None
+            limit = gym.spec(env_id).max_episode_steps
             if limit is not None:
                 self.max_episode_steps = int(limit)
             own = probe.action_space
@@ -173,9 +173,7 @@ class GymnasiumEnv(gym.Env):
 
     def _success(self, info: Mapping[str, Any]) -> bool:
         if self.success_key is not None and self.success_key not in info:
-            raise ValueError(
-                f"success_key must be in the info of a step, which has {sorted(info)}: {self.success_key!r}"
-            )
+            raise ValueError(f"success_key must be one of the info's {sorted(info)}, got {self.success_key!r}")
         keys = SUCCESS_KEYS if self.success_key is None else (self.success_key,)
         return any(bool(info[key]) for key in keys if key in info)
 
@@ -207,8 +205,6 @@ def square(picture: Any, size: int) -> np.ndarray:
 
 def _words(env_id: str) -> str:
     """An id in words: `gym_pusht/PushT-v0` is "push t"."""
-    name = env_id.rpartition(":")[2].rpartition("/")[2].partition("-v")[0]
-    spaced = "".join(
-        f" {letter}" if letter.isupper() else letter for letter in name.replace("_", " ").replace("-", " ")
-    )
+    name = env_id.rpartition(":")[2].rpartition("/")[2].partition("-v")[0].replace("_", " ").replace("-", " ")
+    spaced = "".join(f" {letter}" if letter.isupper() else letter for letter in name)
     return " ".join(spaced.lower().split())

@@ -16,6 +16,7 @@ An episode ends when the task is solved. The initial state's id seeds the places
 
 from __future__ import annotations
 
+import atexit
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -196,9 +197,10 @@ class _Simulator:
         self._mujoco, self._fast, self._size = mujoco, fast, size
         self.env = metaworld.ALL_V3_ENVIRONMENTS[task]()
         self._expert = metaworld.policies.ENV_POLICY_MAP[task]()
-        # The simulator asks for a task object, hides the goal from its observation and keeps its first layout unless
-        # told otherwise. The goal is needed by the expert only; policies see the first four numbers.
-        self.env._set_task_called, self.env._freeze_rand_vec, self.env._partially_observable = True, False, False
+        # The simulator asks for a task object, hides the goal from its observation, and keeps its first layout or draws
+        # from NumPy's global generator unless told otherwise. Only the expert sees the goal; policies get 4 numbers.
+        self.env._set_task_called, self.env._partially_observable = True, False
+        self.env._freeze_rand_vec, self.env.seeded_rand_vec = False, True
         self.env.__dict__.pop("sawyer_observation_space", None)
         self.env.max_path_length = 10**9  # the time limit is a wrapper's
         model = self.env.model
@@ -228,15 +230,20 @@ class _Simulator:
         """uint8 `[P, P, 3]`, upright."""
         if self._renderer is None:
             self._renderer = self._mujoco.Renderer(self.env.model, self._size, self._size)
+            # Freed while the graphics library is still there, or it complains when the process ends.
+            atexit.register(self.close)
         self._renderer.update_scene(self.env.data, camera)
         flags, names = self._renderer.scene.flags, self._mujoco.mjtRndFlag
         flags[names.mjRND_SHADOW] = flags[names.mjRND_REFLECTION] = not self._fast
         picture = self._renderer.render()
-        return picture[::-1, ::-1].copy() if camera == "corner2" else picture.copy()
+        # The cameras in the corners hang upside down.
+        return picture[::-1, ::-1].copy() if camera.startswith("corner") else picture.copy()
 
     def close(self) -> None:
         if self._renderer is not None:
+            atexit.unregister(self.close)
             self._renderer.close()
+            self._renderer = None
         self.env.close()
 
 
