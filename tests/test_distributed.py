@@ -59,7 +59,7 @@ LOSSES = [
 @pytest.mark.dist
 @pytest.mark.parametrize(("how", "victim", "words"), LOSSES)
 def test_a_lost_rank_ends_the_others_in_time_and_by_name(how, victim, words):
-    lost = launch("loss_worker.py", how, str(victim), ranks=3, timeout_s=60)
+    lost = launch("loss_worker.py", how, str(victim), ranks=3, timeout_s=60, lost=victim)
     for rank in {0, 1, 2} - {victim}:
         assert lost.codes[rank] not in (0, None), lost.outputs[rank]
         assert words in lost.outputs[rank], lost.outputs[rank]

@@ -96,8 +96,8 @@ class Watch:
     """Signs of life of all ranks, on a thread with its own connection to the store.
 
     An uncaught exception on this rank is told to the others, and a failed collective is followed by a message that
-    names the ranks which are gone (`explain`). A rank that gives no sign for `timeout_s` seconds, killed or stopped, ends this
-    process too, whatever its main thread waits for.
+    names the ranks which are gone (`explain`). A rank that gives no sign for `timeout_s` seconds, killed or stopped,
+    ends this process too, whatever its main thread waits for.
     """
 
     _running: ClassVar[Watch | None] = None

@@ -55,10 +55,11 @@ def clean_env(**extra: str) -> dict[str, str]:
     return env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), "TQDM_DISABLE": "1"} | extra
 
 
-def launch(
-    script: str, *args: str, ranks: int = 2, timeout_s: float = 120.0, env: dict[str, str] | None = None
-) -> Outcome:
-    """Run `tests/distributed/<script>` on `ranks` processes; kill what is left after `timeout_s`."""
+def launch(script: str, *args: str, ranks: int = 2, timeout_s: float = 120.0, lost: int | None = None) -> Outcome:
+    """Run `tests/distributed/<script>` on `ranks` processes.
+
+    Whatever is left after `timeout_s` is killed, and so is the rank `lost` once the others are done.
+    """
     port = str(free_port())
     with tempfile.TemporaryDirectory() as folder:
         logs = [open(Path(folder) / f"{rank}.log", "w+b") for rank in range(ranks)]  # noqa: SIM115
@@ -71,13 +72,12 @@ def launch(
                 env=clean_env(
                     RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
                     MASTER_ADDR="127.0.0.1", MASTER_PORT=port, CHECKS_FILE=str(Path(folder) / f"{rank}.json"),
-                    **(env or {}),
                 ),
                 start_new_session=True,
             )
             for rank in range(ranks)
         ]  # fmt: skip
-        codes, seconds = _wait(processes, started, timeout_s)
+        codes, seconds = _wait(processes, started, timeout_s, lost)
         outcome = Outcome(codes=codes, seconds=seconds, outputs=[])
         for rank, log in enumerate(logs):
             log.seek(0)
@@ -89,10 +89,14 @@ def launch(
         return outcome
 
 
-def _wait(processes: list[subprocess.Popen], started: float, timeout_s: float) -> tuple[list[int | None], list[float]]:
+def _wait(
+    processes: list[subprocess.Popen], started: float, timeout_s: float, lost: int | None
+) -> tuple[list[int | None], list[float]]:
     codes: list[int | None] = [None] * len(processes)
     seconds = [timeout_s] * len(processes)
-    while None in codes and time.monotonic() - started < timeout_s:
+    while (
+        any(code is None for rank, code in enumerate(codes) if rank != lost) and time.monotonic() - started < timeout_s
+    ):
         for rank, process in enumerate(processes):
             if codes[rank] is None and (code := process.poll()) is not None:
                 codes[rank], seconds[rank] = code, time.monotonic() - started
