@@ -29,6 +29,7 @@ SFT = (
 
 # Option -> words of the changed run, and words of both runs where the effect needs them.
 PPO_CASES = {
+    "recipe": ("--recipe tabletop", ""),
     "policy.path": ("--policy.path {root}/other", ""),
     "policy.unnorm_key": ("--policy.unnorm_key second", "--policy.path {root}/keys --policy.unnorm_key first"),
     "policy.temperature": ("--policy.temperature 0.5", ""),

@@ -43,14 +43,15 @@ class PolicyConfig:
     """Keep the vision towers as they are."""
     gradient_checkpointing: bool = False
     """Trade one more forward pass per update for the memory of activations."""
-    value_hidden: int = 256
-    """Width of the value head's two hidden layers."""
+    value_hidden: int | None = None
+    """Width of the value head's two hidden layers. None: as in the checkpoint, or 256 where it has none."""
     value_detach: bool = True
     """The value loss trains the head only. False: also the policy's trunk."""
 
     def __post_init__(self) -> None:
         check_numbers("policy", self, "temperature", above=0)
-        check_counts("policy", self, "value_hidden", least=1)
+        if self.value_hidden is not None:
+            check_counts("policy", self, "value_hidden", least=1)
         check_choice("policy.dtype", self.dtype, DTYPES)
 
 

@@ -91,7 +91,7 @@ def test_an_exported_policy_acts_and_values_bit_by_bit_as_before(make_policy, ac
     (tmp_path / "policy" / "stale.txt").write_text("left from an earlier export")
     export_policy(accelerator, policy, policy, tmp_path / "policy")
     kind = OFTPolicyConfig if model == "openvla-oft" else PolicyConfig
-    config = kind(path=str(tmp_path / "policy"), value_hidden=16)
+    config = kind(path=str(tmp_path / "policy"))
     loaded = load_policy(model, config, suite="tabletop")
     after = acts(loaded, obs, greedy=True)
     for name in ("action", "log_prob", "value"):
@@ -129,7 +129,7 @@ def test_a_value_head_of_another_width_is_refused(make_policy, accelerator, tmp_
     policy = make_policy("openvla")
     export_policy(accelerator, policy, policy, tmp_path / "policy")
     with pytest.raises(ValueError, match=r"--policy\.value_hidden must be 16, .* but is 256"):
-        read("openvla", PolicyConfig(path=str(tmp_path / "policy")))
+        read("openvla", PolicyConfig(path=str(tmp_path / "policy"), value_hidden=256))
 
 
 @pytest.mark.parametrize("model", MODELS)

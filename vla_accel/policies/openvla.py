@@ -58,7 +58,7 @@ def load(model: str, config: PolicyConfig, suite: str | None) -> OpenVLAPolicy:
         unnorm_key=config.unnorm_key,
         suite=suite,
         temperature=config.temperature,
-        value_hidden=config.value_hidden,
+        value_hidden=config.value_hidden or _stored_value_width(path) or 256,
         value_detach=config.value_detach,
     )
     head = Path(path) / VALUE_HEAD_FILE
@@ -85,12 +85,18 @@ def _check_fits(model: str, config: PolicyConfig, path: str, vla: Any) -> None:
         f"must be openvla-oft, since the checkpoint {path} decodes its actions in parallel",
         model,
     )
+    stored = _stored_value_width(path)
+    rule = f"must be {stored}, the width of the value head in {path}"
+    check(config.value_hidden in (None, stored) or stored is None, "policy.value_hidden", rule, config.value_hidden)
+
+
+def _stored_value_width(path: str) -> int | None:
+    """Width of the value head in a checkpoint, None where it has none."""
     head = Path(path) / VALUE_HEAD_FILE
-    if head.exists():
-        with safe_open(head, framework="pt") as file:
-            width = file.get_slice("fc1.weight").get_shape()[0]
-        rule = f"must be {width}, the width of the value head in {path}"
-        check(config.value_hidden == width, "policy.value_hidden", rule, config.value_hidden)
+    if not head.exists():
+        return None
+    with safe_open(head, framework="pt") as file:
+        return file.get_slice("fc1.weight").get_shape()[0]
 
 
 class OpenVLAPolicy(Policy):
