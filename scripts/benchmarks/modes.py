@@ -190,6 +190,7 @@ def start(name: str, options: argparse.Namespace) -> dict[str, float]:
             subprocess.Popen(
                 [sys.executable, __file__, str(Path(folder) / str(rank)), *map(str, arguments)],
                 env=os.environ | shared | CASES[name] | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.DEVNULL,
             )
             for rank in range(options.ranks)
         ]
@@ -204,8 +205,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
     parser.add_argument("--layers", type=int, default=16, help="transformer layers (default: 16)")
     parser.add_argument("--width", type=int, default=720, help="hidden width, a multiple of 60 (default: 720)")
-    parser.add_argument("--forwards", type=int, default=4, help="timed forwards per turn (default: 4)")
-    parser.add_argument("--rounds", type=int, default=5, help="turns (default: 5)")
+    parser.add_argument("--forwards", type=int, default=6, help="timed forwards per turn (default: 6)")
+    parser.add_argument("--rounds", type=int, default=8, help="turns (default: 8)")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     options = parser.parse_args(argv)
     print(f"{options.ranks} ranks, {options.layers} layers of width {options.width}, forwards of 2 x 8 tokens")
