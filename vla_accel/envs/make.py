@@ -29,8 +29,10 @@ REGISTRY: dict[str, str] = {
     "tabletop": "vla_accel.envs.tabletop:Tabletop",
     "gym:": "vla_accel.envs.gymnasium_env:GymnasiumEnv",
     "metaworld:": "vla_accel.envs.metaworld:MetaWorld",
+    **{f"libero_{suite}": "vla_accel.envs.libero:Libero" for suite in ("spatial", "object", "goal", "10", "90")},
 }
-"""Environment name -> `module:attr`. A name that ends in a colon takes what follows it as first argument."""
+"""Environment name -> `module:attr`. A name that ends in a colon takes what follows it as first argument; so does a
+class with a positional parameter the name itself."""
 
 _WORKER_ENVIRON = dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "LP_NUM_THREADS"), "1"
@@ -183,7 +185,9 @@ def _resolve(name: str) -> tuple[Any, tuple[str, ...]]:
     """The callable behind a name, and the arguments the name carries."""
     prefix, colon, rest = name.partition(":")
     if name in REGISTRY and not name.endswith(":"):
-        return _load(REGISTRY[name]), ()
+        factory = _load(REGISTRY[name])
+        kinds = [parameter.kind for parameter in inspect.signature(factory).parameters.values()]
+        return factory, (name,) if inspect.Parameter.POSITIONAL_ONLY in kinds else ()
     if colon and rest and prefix + ":" in REGISTRY:
         return _load(REGISTRY[prefix + ":"]), (rest,)
     if colon and rest and prefix not in REGISTRY:

@@ -1,0 +1,275 @@
+"""LIBERO (arXiv 2306.03310) as `libero_spatial`, `libero_object`, `libero_goal`, `libero_10` and `libero_90`.
+
+The conventions are those under which OpenVLA, OpenVLA-OFT and PI0 were trained and scored: pictures turned by 180
+degrees, an 8-dimensional state, ten steps of waiting for objects to settle, and the official time limits.
+
+Not here: what is installed and where (`libero_package.py`).
+Usage: `make_env("libero_spatial", cameras=["agentview"])`; needs `pip install "vla_accel[libero]"`.
+
+| part | entries | meaning |
+|---|---|---|
+| state | 0-2 | gripper x, y, z (m) |
+| | 3-5 | its rotation as axis times angle (rad) |
+| | 6-7 | finger positions (m) |
+| action | 0-2 | dx, dy, dz in [-1, 1], in units of 0.05 m |
+| | 3-5 | rotation in [-1, 1], in units of 0.5 rad |
+| | 6 | gripper: -1 opens, +1 closes; with `gripper="openvla"` 0 closes, 1 opens |
+
+State ids 0 to 49 are the stored initial states of a task. From 50 on the simulator lays the objects out itself, seeded
+with the id.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import gymnasium as gym
+import numpy as np
+
+from vla_accel.envs.libero_package import LiberoTask, build, load_suite
+
+LIMITS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
+"""Suite -> official time limit in steps, without the steps of waiting."""
+
+CAMERAS = {"agentview": "agentview", "wrist": "robot0_eye_in_hand"}
+"""Name in observations -> the simulator's."""
+
+STORED = 50
+"""Stored initial states of each task; all of them are the official evaluation."""
+
+_POSES = (
+    "xpos", "xquat", "xmat", "xipos", "ximat", "geom_xpos", "geom_xmat", "site_xpos", "site_xmat", "cam_xpos",
+    "cam_xmat", "light_xpos", "light_xdir", "subtree_com",
+)  # fmt: skip
+"""What of MuJoCo's data a picture is drawn from."""
+
+_WAIT = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0)
+_TASK_SEED = 0  # with which others reset the simulator before they set a stored state
+
+
+class Libero(gym.Env):
+    """One suite; see the module's tables.
+
+    Args:
+        suite: a name of `LIMITS`.
+        cameras: out of "agentview" and "wrist", in the order in which the policy takes them.
+        image_size: P; the policies named above were trained on pictures drawn at 256.
+        quality: "full", or "fast": edges are not smoothed, twice as quick without a GPU.
+        gripper: "env" or "openvla", how the policy speaks of the gripper.
+        wait_steps: steps of waiting after a reset.
+        eval_states: how many stored states are held out for evaluation, the last ones; 50: all, the official
+            evaluation, and training plays layouts of the simulator's own.
+        max_episode_steps: the usual time limit, in steps; None: the suite's official one.
+
+    Raises:
+        ValueError: naming the option that breaks its rule.
+        RuntimeError: if LIBERO is not installed.
+    """
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 20}
+    render_mode = "rgb_array"
+
+    def __init__(
+        self,
+        suite: str,
+        /,
+        *,
+        cameras: Sequence[str] = ("agentview", "wrist"),
+        image_size: int = 256,
+        quality: str = "full",
+        gripper: str = "env",
+        wait_steps: int = 10,
+        eval_states: int = 10,
+        max_episode_steps: int | None = None,
+    ):
+        self.cameras = [cameras] if isinstance(cameras, str) else list(cameras)
+        known = bool(self.cameras) and set(self.cameras) <= set(CAMERAS) and len(set(self.cameras)) == len(self.cameras)
+        _check("cameras", known, f"be out of {', '.join(CAMERAS)}, each at most once", cameras)
+        _check("image_size", 16 <= image_size <= 1024, "lie in [16, 1024]", image_size)
+        _check("quality", quality in ("full", "fast"), "be 'full' or 'fast'", quality)
+        _check("gripper", gripper in ("env", "openvla"), "be 'env' or 'openvla'", gripper)
+        _check("wait_steps", wait_steps >= 1, "be at least 1", wait_steps)
+        _check("eval_states", 1 <= eval_states <= STORED, f"lie in [1, {STORED}]", eval_states)
+        limit = LIMITS[suite] if max_episode_steps is None else max_episode_steps
+        _check("max_episode_steps", limit >= 1, "be at least 1", limit)
+        self.image_size, self.quality, self.gripper, self.wait_steps = image_size, quality, gripper, wait_steps
+        self.max_episode_steps = limit
+        self.tasks = load_suite(suite)
+        self.instructions = [task.instruction for task in self.tasks]
+        held_out = STORED - eval_states
+        self.state_ids = {
+            "train": range(held_out) if held_out else range(STORED, 1_000_000),
+            "eval": range(held_out, STORED),
+        }
+        picture = gym.spaces.Box(0, 255, (image_size, image_size, 3), np.uint8)
+        self.observation_space = gym.spaces.Dict(
+            images=gym.spaces.Dict({camera: picture for camera in self.cameras}),
+            state=gym.spaces.Box(-np.inf, np.inf, (8,), np.float32),
+            task_id=gym.spaces.Discrete(len(self.tasks)),
+        )
+        self.action_space = gym.spaces.Box(-1.0, 1.0, (7,), np.float32)
+        self._sim: _Simulator | None = None
+        self._rendering = True
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Start an episode; the first of a task builds its simulator, which takes seconds.
+
+        Args:
+            seed: decides what `options` leave open; the simulator itself has no noise.
+            options: `task_id` and `state_id`; drawn at random (the state out of "train") where missing.
+
+        Raises:
+            ValueError: if an option is unknown or an id out of range.
+        """
+        super().reset(seed=seed)
+        options, train = dict(options or {}), self.state_ids["train"]
+        task_id = int(options.pop("task_id", self.np_random.integers(len(self.tasks))))
+        state_id = int(options.pop("state_id", self.np_random.integers(train.start, train.stop)))
+        _check("reset options", not options, "be task_id and state_id only", sorted(options))
+        _check("task_id", 0 <= task_id < len(self.tasks), f"lie in [0, {len(self.tasks)})", task_id)
+        _check("state_id", state_id >= 0, "be at least 0", state_id)
+        if self._sim is None or self._sim.task != self.tasks[task_id]:
+            self.close()
+            cameras = [CAMERAS[camera] for camera in self.cameras]
+            self._sim = _Simulator(self.tasks[task_id], self.image_size, cameras, smooth=self.quality == "full")
+        self.task_id = task_id
+        self._sim.reset(state_id, self.wait_steps)
+        return self.render_observation(), {"success": False}
+
+    def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Move the arm for one step.
+
+        Args:
+            action: float `[7]`, clipped to [-1, 1].
+
+        Raises:
+            RuntimeError: before the first `reset`.
+        """
+        if self._sim is None:
+            raise RuntimeError("call reset() before the first step()")
+        action = np.clip(np.asarray(action, dtype=np.float64), -1.0, 1.0)
+        if self.gripper == "openvla":
+            action[6] = -np.sign(2.0 * action[6] - 1.0)
+        success = self._sim.step(action)
+        return self._observe(blank=not self._rendering), float(success), success, False, {"success": success}
+
+    def render(self) -> np.ndarray:
+        """The first camera's picture, uint8 `[P, P, 3]`, for films."""
+        return self._sim.picture(CAMERAS[self.cameras[0]])
+
+    def set_rendering(self, on: bool) -> None:
+        """Switch the cameras; while off, `step` returns black images."""
+        self._rendering = on
+
+    def render_observation(self) -> dict[str, Any]:
+        """The current observation, with images."""
+        return self._observe(blank=False)
+
+    def close(self) -> None:
+        """Free the simulator and its graphics."""
+        if self._sim is not None:
+            self._sim.close()
+            self._sim = None
+
+    def _observe(self, *, blank: bool) -> dict[str, Any]:
+        size = self.image_size
+        pictures = {
+            camera: np.zeros((size, size, 3), np.uint8) if blank else self._sim.picture(CAMERAS[camera])
+            for camera in self.cameras
+        }
+        return {"images": pictures, "state": self._sim.state(), "task_id": np.int64(self.task_id)}
+
+
+class _Simulator:
+    """One task's simulator, whose cameras draw only when they are asked.
+
+    The original draws every camera in every step, at a moment within the step and not at its end. Here a camera only
+    notes where everything is at that moment, and the picture is drawn from these notes if anyone looks.
+    """
+
+    def __init__(self, task: LiberoTask, size: int, cameras: list[str], *, smooth: bool):
+        self.task, self._size = task, size
+        self._states = task.states()
+        self.env = build(task.problem_file, image_size=size, cameras=cameras, multisampling=smooth, hard_reset=False)
+        self._moment: dict[str, np.ndarray] = {}
+        self._pictures: dict[str, np.ndarray] = {}
+        self._blank = np.zeros((size, size, 3), np.uint8)
+
+        def note(_: dict[str, Any]) -> np.ndarray:
+            """Stands in for a camera: remember what it would see."""
+            self._moment, self._pictures = self._poses(self.env.sim.data._data), {}
+            return self._blank
+
+        note.__modality__ = "image"
+        for camera in cameras:
+            self.env.env._observables[f"{camera}_image"]._sensor = note
+
+    def reset(self, state_id: int, wait_steps: int) -> None:
+        """Bring the arm and the objects to their places and let them settle.
+
+        As the original does, but without compiling the model again: what a reset of that kind forgets is put right by
+        hand, so that all that follows is the same to the last bit.
+        """
+        env = self.env
+        env.seed(_TASK_SEED if state_id < STORED else state_id)
+        env.env.reset()
+        for robot in env.env.robots:
+            robot.gripper.current_action = np.zeros_like(robot.gripper.current_action)
+        if state_id < STORED:
+            env.set_init_state(self._states[state_id])
+        for _ in range(wait_steps):
+            self.step(np.array(_WAIT))
+
+    def step(self, action: np.ndarray) -> bool:
+        """One step; whether the task is solved after it."""
+        self._obs, _, done, _ = self.env.step(action)
+        return bool(done)
+
+    def state(self) -> np.ndarray:
+        obs = self._obs
+        parts = (obs["robot0_eef_pos"], axis_angle(obs["robot0_eef_quat"]), obs["robot0_gripper_qpos"])
+        return np.concatenate(parts).astype(np.float32)
+
+    def picture(self, camera: str) -> np.ndarray:
+        """uint8 `[P, P, 3]`, upright."""
+        if camera not in self._pictures:
+            context, data = self.env.sim._render_context_offscreen, self.env.sim.data._data
+            context.gl_ctx.make_current()
+            now = self._poses(data)
+            self._set_poses(data, self._moment)
+            try:
+                context.render(self._size, self._size, self.env.sim.model.camera_name2id(camera))
+            finally:
+                self._set_poses(data, now)
+            # OpenGL counts rows from below, so turning by 180 degrees leaves only the columns to be reversed.
+            drawn = context.read_pixels(self._size, self._size, depth=False)
+            self._pictures[camera] = np.ascontiguousarray(drawn[::-1, ::-1])
+        return self._pictures[camera].copy()
+
+    def close(self) -> None:
+        self.env.close()
+
+    @staticmethod
+    def _poses(data: Any) -> dict[str, np.ndarray]:
+        return {name: getattr(data, name).copy() for name in _POSES}
+
+    @staticmethod
+    def _set_poses(data: Any, poses: dict[str, np.ndarray]) -> None:
+        for name, values in poses.items():
+            getattr(data, name)[:] = values
+
+
+def axis_angle(quaternion: np.ndarray) -> np.ndarray:
+    """A rotation as axis times angle, `[3]`, from a quaternion x, y, z, w; no choice between q and -q is made."""
+    w = float(np.clip(quaternion[3], -1.0, 1.0))
+    sine = math.sqrt(1.0 - w * w)
+    if math.isclose(sine, 0.0):
+        return np.zeros(3)
+    return np.asarray(quaternion[:3]) * (2.0 * math.acos(w) / sine)
+
+
+def _check(option: str, ok: bool, rule: str, value: object) -> None:
+    if not ok:
+        raise ValueError(f"{option} must {rule}, got {value!r}")
