@@ -15,6 +15,7 @@ from vla_accel.cli import options, parse_args
 from vla_accel.config import (
     MODELS,
     POLICY_OPTIONS,
+    BasePolicyConfig,
     BaseRunConfig,
     DataConfig,
     EnvConfig,
@@ -22,6 +23,7 @@ from vla_accel.config import (
     ExpertConfig,
     ExportConfig,
     OFTPolicyConfig,
+    Pi0PolicyConfig,
     PolicyConfig,
     PPOConfig,
     PPOOptions,
@@ -109,7 +111,10 @@ GROUPS = {
     "sft": SFTOptions, "data": DataConfig,
 }  # fmt: skip
 ROOTS = (PPOConfig, SFTConfig, EvalConfig, ExportConfig, RecordConfig)
-CLASSES = (*GROUPS.values(), BaseRunConfig, ExpertConfig, OFTPolicyConfig, SimulatorConfig, *ROOTS)
+CLASSES = (
+    *GROUPS.values(), BasePolicyConfig, BaseRunConfig, ExpertConfig, OFTPolicyConfig, Pi0PolicyConfig, SimulatorConfig,
+    *ROOTS,
+)  # fmt: skip
 
 
 def program_of(option):

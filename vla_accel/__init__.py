@@ -18,8 +18,8 @@ _NAMES_OF = {
     "cli": "parse_args",
     "commands": "export record_demos run_evaluation",
     "config": (
-        "DataConfig EnvConfig EvalConfig ExportConfig OFTPolicyConfig PPOConfig PPOOptions PolicyConfig RecordConfig "
-        "RolloutConfig RunConfig SFTConfig SFTOptions"
+        "DataConfig EnvConfig EvalConfig ExportConfig OFTPolicyConfig PPOConfig PPOOptions Pi0PolicyConfig "
+        "PolicyConfig RecordConfig RolloutConfig RunConfig SFTConfig SFTOptions"
     ),
     "demos": "Demonstrations record",
     "distributed": "global_sum make_accelerator policy_of prepare_policy seed_weights",

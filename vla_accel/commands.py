@@ -6,6 +6,7 @@ starts. Usage: `run_evaluation(parse_args(EvalConfig))`.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import nn
 from vla_accel.config import EvalConfig, ExportConfig, RecordConfig, SimulatorConfig, check, to_dict
 from vla_accel.demos import record
 from vla_accel.distributed import make_accelerator, prepare_policy, seed_weights
+from vla_accel.envs.families import for_model
 from vla_accel.envs.make import make_env
 from vla_accel.evaluate import can_film, evaluate, film
 from vla_accel.models import load_vla, peek_vla, save_vla
@@ -43,6 +45,7 @@ def run_evaluation(config: EvalConfig) -> dict[str, Any]:
     Raises:
         ValueError: for options that cannot work, before any weight is loaded.
     """
+    config = dataclasses.replace(config, env=for_model(config.env, config.model))
     spec = peek_policy(config.model, config.policy, suite=config.env.name)
     check_env_fits(config.env, spec)
     if config.output:

@@ -27,20 +27,13 @@ TRACKERS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyConfig:
+class BasePolicyConfig:
     """The policy: which checkpoint, how it samples, what of it is trained."""
 
     path: str | None = None
     """Folder of a checkpoint, or a hub name owner/name. None: the small trained one that ships with the package."""
-    unnorm_key: str | None = None
-    """Which statistics of the checkpoint turn its actions into environment units. None: the only ones, or the
-    environment's own name."""
-    temperature: float = 1.0
-    """Of the sampling distribution in rollouts, and so of every log-probability. Evaluation is greedy."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the stored weights. Computing in bfloat16 over float32 weights is accelerate's --mixed_precision bf16."""
-    freeze_vision: bool = False
-    """Keep the vision towers as they are."""
     gradient_checkpointing: bool = False
     """Trade one more forward pass per update for the memory of activations."""
     value_hidden: int | None = None
@@ -49,10 +42,26 @@ class PolicyConfig:
     """The value loss trains the head only. False: also the policy's trunk."""
 
     def __post_init__(self) -> None:
-        check_numbers("policy", self, "temperature", above=0)
         if self.value_hidden is not None:
             check_counts("policy", self, "value_hidden", least=1)
         check_choice("policy.dtype", self.dtype, DTYPES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyConfig(BasePolicyConfig):
+    """OpenVLA: one token after the other."""
+
+    unnorm_key: str | None = None
+    """Which statistics of the checkpoint turn its actions into environment units. None: the only ones, or the
+    environment's own name."""
+    temperature: float = 1.0
+    """Of the sampling distribution in rollouts, and so of every log-probability. Evaluation is greedy."""
+    freeze_vision: bool = False
+    """Keep the vision towers as they are."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_numbers("policy", self, "temperature", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +70,40 @@ class OFTPolicyConfig(PolicyConfig):
 
     append_stop_token: bool | None = None
     """End the placeholder tokens with the stop token, as the original does. None: as the checkpoint says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pi0PolicyConfig(BasePolicyConfig):
+    """PI0 and PI0.5: a chunk of actions out of noise, in a few denoising steps."""
+
+    tokenizer: str | None = None
+    """Folder or hub name of the tokenizer. None: the one in the checkpoint's folder."""
+    num_steps: int = 4
+    """Denoising steps of a decision, in rollouts and evaluation."""
+    noise: Literal["sde", "learned"] = "sde"
+    """What makes denoising random: noise that keeps the flow's distribution (Flow-SDE), or a head that learns how much
+    (Flow-Noise). Evaluation follows the flow without noise."""
+    noise_level: float | None = None
+    """Strength of sde, or largest standard deviation of learned, whose smallest is half of it. None: 0.5, or 0.16."""
+    noise_steps: Literal["one", "all"] = "one"
+    """How many denoising steps of a decision are random; one is drawn for each decision. Scoring runs the action expert
+    once per random step."""
+    freeze_vlm: bool = True
+    """Train the action expert only."""
+    constant_dims: Literal["error", "unit", "exact"] = "error"
+    """What to do with an entry of state or action that never moved in the data of the statistics: refuse, leave its
+    scale as it is, or divide as the original does."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts("policy", self, "num_steps", least=1)
+        check_choice("policy.noise", self.noise, ("sde", "learned"))
+        if self.noise_level is not None:
+            check_numbers("policy", self, "noise_level", above=0)
+        check_choice("policy.noise_steps", self.noise_steps, ("one", "all"))
+        check_choice("policy.constant_dims", self.constant_dims, ("error", "unit", "exact"))
+        rule = "must be True while --policy.freeze_vlm is, since the value is read from the frozen part"
+        check(self.value_detach or not self.freeze_vlm, "policy.value_detach", rule, self.value_detach)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +284,7 @@ class PPOConfig:
     recipe: str = "tabletop"
     """Which defaults the options below have: tabletop suits the small checkpoint that ships with the package, finetune
     a pre-trained model of real size. Where --policy.path is given: finetune."""
-    policy: PolicyConfig
+    policy: BasePolicyConfig
     env: EnvConfig = field(default_factory=EnvConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     ppo: PPOOptions = field(default_factory=PPOOptions)
@@ -335,7 +378,7 @@ class SFTConfig:
 
     model: str
     """Kind of policy. The policy options are this model's own."""
-    policy: PolicyConfig
+    policy: BasePolicyConfig
     env: EnvConfig = field(default_factory=EnvConfig)
     data: DataConfig = field(default_factory=DataConfig)
     sft: SFTOptions = field(default_factory=SFTOptions)
@@ -351,7 +394,7 @@ class EvalConfig:
 
     model: str
     """Kind of policy. The policy options are this model's own."""
-    policy: PolicyConfig
+    policy: BasePolicyConfig
     env: EnvConfig = field(default_factory=EnvConfig)
     episodes: int = 100
     """Held-out episodes, spread evenly over the tasks."""
@@ -401,7 +444,12 @@ class RecordConfig:
         check_seed("", self.seed)
 
 
-POLICY_OPTIONS: dict[str, type[PolicyConfig]] = {"openvla": PolicyConfig, "openvla-oft": OFTPolicyConfig}
+POLICY_OPTIONS: dict[str, type[BasePolicyConfig]] = {
+    "openvla": PolicyConfig,
+    "openvla-oft": OFTPolicyConfig,
+    "pi0": Pi0PolicyConfig,
+    "pi05": Pi0PolicyConfig,
+}
 """Model name -> the class of its policy options."""
 
 MODELS = tuple(POLICY_OPTIONS)
@@ -416,7 +464,7 @@ RECIPES: dict[str, PPOOptions] = {
 """Recipe name -> the defaults of the PPO options."""
 
 
-def default_policy(model: str) -> PolicyConfig:
+def default_policy(model: str) -> BasePolicyConfig:
     """A model's policy options at their defaults.
 
     Raises:

@@ -5,6 +5,7 @@ Not here: training. Usage: `result = evaluate(accelerator, model, policy, env_co
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from statistics import median
@@ -138,12 +139,14 @@ def evaluate(
     """
     jobs, instructions = _held_out(config, episodes=episodes, seed=seed)
     own = deal(jobs, accelerator.num_processes)[accelerator.process_index]
+    own.sort(key=lambda job: job.task_id)  # in some simulators another task takes long
     num_envs = max(1, min(len(own), config.num_envs // accelerator.num_processes))
+    borders = [len(own) * number // num_envs for number in range(num_envs + 1)]
     envs = make_vector_env(
         config.name,
         num_envs=num_envs,
         chunk_size=config.chunk_size or policy.chunk_size,
-        jobs=[iter(stream) for stream in deal(own, num_envs)],
+        jobs=[own[begin:end] for begin, end in itertools.pairwise(borders)],
         max_episode_steps=config.max_episode_steps,
         vectorization=None if config.vectorization == "auto" else config.vectorization,
         env_options=config.parsed_options(),

@@ -6,6 +6,7 @@ Usage: `finetune(parse_args(SFTConfig))`, from a script under `accelerate launch
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from vla_accel.checkpoint import export_policy
 from vla_accel.config import SFTConfig, SFTOptions, to_dict
 from vla_accel.demos import Demonstrations, record
 from vla_accel.distributed import global_sum, make_accelerator, prepare_policy, seed_weights
+from vla_accel.envs.families import for_model
 from vla_accel.evaluate import evaluate
 from vla_accel.modes import train_mode
 from vla_accel.optim import MuonWithAdamW, hidden_matrices
@@ -39,6 +41,7 @@ def finetune(config: SFTConfig) -> dict[str, Any]:
     Raises:
         ValueError: for options that cannot work together, before any weight is loaded.
     """
+    config = dataclasses.replace(config, env=for_model(config.env, config.model))
     spec = peek_policy(config.model, config.policy, suite=config.env.name)
     check_env_fits(config.env, spec)
     output = make_output_dir(config.run.output_dir, default=f"sft-{config.model}-{config.env.name}")

@@ -6,6 +6,7 @@ Usage: `train(parse_args(PPOConfig))`, from a script under `accelerate launch`.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from vla_accel.distributed import (
     seed_weights,
 )
 from vla_accel.envs.base import training_jobs
+from vla_accel.envs.families import for_model
 from vla_accel.envs.make import make_env, make_vector_env
 from vla_accel.evaluate import can_film, evaluate, film
 from vla_accel.modes import rollout_mode, train_mode
@@ -63,6 +65,7 @@ def train(config: PPOConfig) -> dict[str, Any]:
         ValueError: for options that cannot work together, before any weight is loaded.
         RuntimeError: when the update no longer has finite gradients, or a simulator cannot be kept alive.
     """
+    config = dataclasses.replace(config, env=for_model(config.env, config.model))
     checkpoint = find_checkpoint(config.run.resume) if config.run.resume else None
     spec = check_run(config)
     output = make_output_dir(
@@ -196,6 +199,9 @@ def check_run(config: PPOConfig) -> PolicySpec:
     """
     check_trackers(config.run.trackers)
     spec = peek_policy(config.model, config.policy, suite=config.env.name)
+    rule = f"must be 0, since {config.model}'s entropy does not depend on its weights"
+    bonus = config.ppo.entropy_coef
+    check(spec.has_entropy or bonus == 0, "ppo.entropy_coef", rule, bonus)
     check_env_fits(config.env, spec)
     return spec
 
@@ -240,6 +246,7 @@ def make_training_envs(config: PPOConfig, policy: Policy, first_env: int, num_en
     env = config.env
     probe = make_env(env.name, **env.parsed_options())
     task_ids, state_ids = range(len(probe.unwrapped.instructions)), probe.unwrapped.state_ids["train"]
+    pin_tasks = getattr(probe.unwrapped, "slow_task_change", False) and env.num_envs % len(task_ids) == 0
     probe.close()
     jobs = [
         training_jobs(
@@ -248,6 +255,7 @@ def make_training_envs(config: PPOConfig, policy: Policy, first_env: int, num_en
             seed=config.run.seed,
             stream=first_env + i,
             num_streams=env.num_envs,
+            pin_tasks=pin_tasks,
         )
         for i in range(num_envs)
     ]

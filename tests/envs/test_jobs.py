@@ -119,3 +119,20 @@ def test_evaluation_and_dealing_refuse_nothing_to_do():
         evaluation_jobs(task_ids=[0], state_ids=range(9), episodes=0, seed=0)
     with pytest.raises(ValueError, match="streams must be at least 1, got 0"):
         deal([], 0)
+
+
+def test_pinned_streams_keep_to_one_task_and_share_the_tasks_evenly():
+    streams = [
+        training_jobs(
+            task_ids=[4, 5], state_ids=range(9), seed=0, stream=stream, num_streams=8, group_size=2, pin_tasks=True
+        )
+        for stream in range(8)
+    ]
+    played = [[next(stream) for _ in range(6)] for stream in streams]
+    assert [{job.task_id for job in jobs} for jobs in played] == [{4}, {4}, {5}, {5}, {4}, {4}, {5}, {5}]
+    assert played[0] == played[1]  # a group still shares its jobs
+    assert len({job.state_id for job in played[0]}) > 1
+    with pytest.raises(ValueError, match="pin_tasks needs num_streams to be a multiple of 4, got num_streams=6"):
+        training_jobs(
+            task_ids=[4, 5], state_ids=range(9), seed=0, stream=0, num_streams=6, group_size=2, pin_tasks=True
+        )

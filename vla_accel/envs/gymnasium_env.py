@@ -69,7 +69,7 @@ class GymnasiumEnv(gym.Env):
         self._rendering, self._obs = True, None
         probe = self._build()
         try:
-            limit = gym.spec(env_id).max_episode_steps
+            limit = gym.spec(env_id.rpartition(":")[2]).max_episode_steps
             if limit is not None:
                 self.max_episode_steps = int(limit)
             own = probe.action_space

@@ -37,7 +37,9 @@ class TrainingJobs(Iterator[Job]):
         num_streams: int,
         group_size: int,
         start: int,
+        pin_tasks: bool,
     ):
+        self.pin_tasks = pin_tasks
         self.task_ids, self.state_ids, self.seed = task_ids, state_ids, seed
         self.stream, self.num_streams, self.group_size = stream, num_streams, group_size
         self.taken = start
@@ -48,8 +50,9 @@ class TrainingJobs(Iterator[Job]):
         cycle, place = divmod(group, len(self.task_ids))
         order = np.random.default_rng([_ORDER, self.seed, cycle]).permutation(len(self.task_ids))
         draw = np.random.default_rng([_STATE, self.seed, group])
+        task = self.stream // self.group_size % len(self.task_ids) if self.pin_tasks else order[place]
         return Job(
-            task_id=int(self.task_ids[order[place]]),
+            task_id=int(self.task_ids[task]),
             state_id=int(self.state_ids[draw.integers(len(self.state_ids))]),
             seed=int(draw.integers(_MAX_SEED)),
         )
@@ -64,6 +67,7 @@ def training_jobs(
     num_streams: int,
     group_size: int = 1,
     start: int = 0,
+    pin_tasks: bool = False,
 ) -> TrainingJobs:
     """The endless jobs of one environment.
 
@@ -80,6 +84,8 @@ def training_jobs(
         num_streams: environments over all ranks.
         group_size: episodes that share one job (GRPO); 1 for independent episodes.
         start: jobs of this stream that were already played.
+        pin_tasks: let each stream play one task only, for simulators in which changing the task takes long. Only
+            where `num_streams` is a multiple of `group_size` times the number of tasks, so that each gets as many.
 
     Returns:
         An endless iterator that survives pickling.
@@ -94,6 +100,9 @@ def training_jobs(
         raise ValueError(f"group_size must be at least 1, got {group_size}")
     if start < 0:
         raise ValueError(f"start must be at least 0, got {start}")
+    even = group_size * len(task_ids)
+    if pin_tasks and num_streams % even:
+        raise ValueError(f"pin_tasks needs num_streams to be a multiple of {even}, got num_streams={num_streams}")
     return TrainingJobs(
         task_ids=task_ids,
         state_ids=state_ids,
@@ -102,6 +111,7 @@ def training_jobs(
         num_streams=num_streams,
         group_size=group_size,
         start=start,
+        pin_tasks=pin_tasks,
     )
 
 

@@ -70,6 +70,7 @@ class Libero(gym.Env):
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 20}
     render_mode = "rgb_array"
+    slow_task_change: ClassVar[bool] = True
 
     def __init__(
         self,

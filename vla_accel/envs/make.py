@@ -59,6 +59,15 @@ def make_env(name: str, **options: Any) -> gym.Env:
     return factory(*arguments, **options)
 
 
+def find_factory(name: str) -> Any:
+    """The class or function that builds what a name stands for.
+
+    Raises:
+        ValueError: if the name is unknown.
+    """
+    return _resolve(name)[0]
+
+
 def make_vector_env(
     name: str,
     *,

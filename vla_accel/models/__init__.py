@@ -17,10 +17,13 @@ if TYPE_CHECKING:
 
 # `model_type` of a config.json -> module with `register()`, `load(folder, dtype=, device=, **config_overrides)`
 # and `save(model, processor, folder, **kwargs)`.
-_FAMILIES: dict[str, str] = {"openvla": "vla_accel.models.openvla.auto"}
+_FAMILIES: dict[str, str] = {
+    "openvla": "vla_accel.models.openvla.auto",
+    **dict.fromkeys(("pi0", "pi05", "vla_pi0"), "vla_accel.models.pi0.auto"),
+}
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model"]
+_HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "tokenizer/*", "assets/*"]
 
 
 def register_vla_models() -> None:
@@ -28,7 +31,7 @@ def register_vla_models() -> None:
 
     Calling it again changes nothing.
     """
-    for module in _FAMILIES.values():
+    for module in dict.fromkeys(_FAMILIES.values()):
         importlib.import_module(module).register()
 
 
@@ -109,7 +112,7 @@ def _family(path: str | Path) -> tuple[Path, Any]:
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json. Give the folder of a Hugging Face checkpoint.")
     data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    kind = data.get("model_type", data.get("type"))
+    kind = data.get("model_type", data.get("type", "pi0" if "action_horizon" in data else None))  # openpi names none
     if kind not in _FAMILIES:
         raise ValueError(f"{folder / 'config.json'} has model_type {kind!r}; known are {sorted(_FAMILIES)}.")
     register_vla_models()

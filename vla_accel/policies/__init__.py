@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING
 from vla_accel.config import check
 
 if TYPE_CHECKING:
-    from vla_accel.config import PolicyConfig
+    from vla_accel.config import BasePolicyConfig
     from vla_accel.policies.base import Policy, PolicySpec
 
 POLICIES = {
     "openvla": "vla_accel.policies.openvla",
     "openvla-oft": "vla_accel.policies.openvla",
+    "pi0": "vla_accel.policies.pi0",
+    "pi05": "vla_accel.policies.pi0",
 }
 """Model name -> module with `peek(model, config, suite)` and `load(model, config, suite)`."""
 
 
-def peek_policy(model: str, config: PolicyConfig, *, suite: str | None = None) -> PolicySpec:
+def peek_policy(model: str, config: BasePolicyConfig, *, suite: str | None = None) -> PolicySpec:
     """What a checkpoint says of itself, without loading a weight: for checks before anything slow.
 
     Raises:
@@ -30,7 +32,7 @@ def peek_policy(model: str, config: PolicyConfig, *, suite: str | None = None) -
     return _module(model).peek(model, config, suite)
 
 
-def load_policy(model: str, config: PolicyConfig, *, suite: str | None = None) -> Policy:
+def load_policy(model: str, config: BasePolicyConfig, *, suite: str | None = None) -> Policy:
     """Load a checkpoint as a policy, on the CPU.
 
     Args:

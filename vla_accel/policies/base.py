@@ -26,6 +26,7 @@ class PolicySpec:
         action_dim: A.
         shard_units: as in `Policy`.
         embedded: whether it is the one that ships with the package.
+        has_entropy: whether the entropy depends on the weights, so that a bonus on it does something.
     """
 
     path: str
@@ -33,6 +34,7 @@ class PolicySpec:
     action_dim: int
     shard_units: tuple[str, ...]
     embedded: bool
+    has_entropy: bool = True
 
 
 class Policy(nn.Module):
@@ -48,11 +50,9 @@ class Policy(nn.Module):
         unit_step: int64 buffer `[U]` in `[0, K)`: the environment step of the chunk that a unit acts on.
         streams: sources of sampling noise, CPU generators, one per environment of this rank; see `seed`.
         shard_units: names of the layer classes that sharding wraps one by one.
-        has_entropy: whether `PolicyScore.entropy` is available.
     """
 
     shard_units: ClassVar[tuple[str, ...]] = ()
-    has_entropy: ClassVar[bool] = True
 
     chunk_size: int
     action_dim: int
@@ -113,7 +113,12 @@ class Policy(nn.Module):
             smoothing: how far a target spreads to its neighbours, in the policy's own resolution (bins). 0: not.
 
         Returns:
-            A trace `[B, ...]`, to be scored by `forward`.
+            A trace `[B, ...]`, to be scored by `forward`. Where the policy's own log-probability is of no use for
+            imitation, as that of a flow's denoising steps, the score's `log_prob` is what to raise instead; it is
+            then the only field that counts, and `value` only keeps the value head in the graph.
+
+        Raises:
+            ValueError: for a smoothing that the policy has no use for.
         """
         raise TypeError(f"{type(self).__name__} cannot score demonstrations")
 

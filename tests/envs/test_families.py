@@ -1,0 +1,37 @@
+"""Which conventions of a family of policies a simulator is told."""
+
+from vla_accel.config import MODELS, EnvConfig
+from vla_accel.envs import make_env
+from vla_accel.envs.families import OPTIONS, for_model
+
+
+class Gripping:
+    """A simulator with a choice of the gripper's convention."""
+
+    def __init__(self, *, gripper="env"):
+        self.gripper = gripper
+
+
+NAME = f"{__name__}:Gripping"
+
+
+def test_a_family_says_how_its_checkpoints_speak_of_the_gripper():
+    told = for_model(EnvConfig(name=NAME), "openvla")
+    assert make_env(NAME, **told.parsed_options()).gripper == "openvla"
+    assert for_model(EnvConfig(name="libero_goal", options={"image_size": "64"}), "openvla-oft").options == {
+        "image_size": "64", "gripper": "openvla",
+    }  # fmt: skip
+
+
+def test_what_the_user_says_stands():
+    config = EnvConfig(name=NAME, options={"gripper": "env"})
+    assert for_model(config, "openvla") is config
+
+
+def test_other_families_and_simulators_without_the_choice_are_left_alone():
+    for config, model in ((EnvConfig(name=NAME), "pi0"), (EnvConfig(name="tabletop"), "openvla")):
+        assert for_model(config, model) is config
+
+
+def test_every_family_that_wants_something_exists():
+    assert set(OPTIONS) <= set(MODELS)

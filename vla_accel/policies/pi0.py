@@ -1,0 +1,305 @@
+"""PI0 and PI0.5 as distributions over action chunks: a thin adapter between model and loop.
+
+Not here: the model (`models/pi0`) and the maths of denoising (`flow.py`).
+Usage: `policy = Pi0Policy(model, processor, num_steps=4)`.
+
+The observation runs through the vision-language model once per decision; denoising steps, their scores and the value
+read what it left.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from vla_accel.config import Pi0PolicyConfig, check
+from vla_accel.models import load_vla, peek_vla, save_vla, share_weights
+from vla_accel.policies import flow
+from vla_accel.policies.base import Policy, PolicySpec, ValueHead
+from vla_accel.policies.openvla import EMBEDDED, VALUE_HEAD_FILE
+from vla_accel.types import Observation, PolicySample, PolicyScore, TensorDict
+
+NOISE_HEAD_FILE = "noise_head.safetensors"
+
+KIND_OF = {"sde": "sde", "learned": "noise"}
+"""`policy.noise` -> kind of transition in `flow`."""
+DEFAULT_LEVEL = {"sde": 0.5, "learned": 0.16}
+"""`policy.noise` -> noise level; after arXiv 2510.25889."""
+
+
+def peek(model: str, config: Pi0PolicyConfig, suite: str | None) -> PolicySpec:  # noqa: ARG001 - one signature for all
+    """See `policies.peek_policy`."""
+    path = _path(model, config)
+    vla = peek_vla(path, tokenizer=config.tokenizer, constant_dims=config.constant_dims)
+    _check_fits(model, config, path, vla)
+    return PolicySpec(
+        path=path,
+        chunk_size=vla.chunk_size,
+        action_dim=vla.action_dim,
+        shard_units=Pi0Policy.shard_units,
+        embedded=config.path is None,
+        has_entropy=config.noise == "learned",
+    )
+
+
+def load(model: str, config: Pi0PolicyConfig, suite: str | None) -> Pi0Policy:  # noqa: ARG001 - one signature for all
+    """See `policies.load_policy`."""
+    path = _path(model, config)
+    vla, processor = load_vla(
+        path,
+        dtype=getattr(torch, config.dtype),
+        expert_dtype=torch.float32,  # small steps of a learning rate vanish in bfloat16
+        tokenizer=config.tokenizer,
+        constant_dims=config.constant_dims,
+    )
+    _check_fits(model, config, path, vla.config)
+    if config.freeze_vlm:
+        vla.paligemma_with_expert.paligemma.requires_grad_(False)
+    if config.gradient_checkpointing:
+        vla.gradient_checkpointing_enable()
+    policy = Pi0Policy(
+        vla,
+        processor,
+        num_steps=config.num_steps,
+        noise=config.noise,
+        noise_level=config.noise_level,
+        every_step=config.noise_steps == "all",
+        value_hidden=config.value_hidden or _stored_value_width(path) or 256,
+        value_detach=config.value_detach,
+    )
+    for head, name in ((policy.value_head, VALUE_HEAD_FILE), (policy.noise_head, NOISE_HEAD_FILE)):
+        if head is not None and (Path(path) / name).exists():
+            head.load_state_dict(load_file(Path(path) / name))
+    return policy.eval()
+
+
+def _path(model: str, config: Pi0PolicyConfig) -> str:
+    """Folder of the checkpoint; raises a `ValueError` where none is given and none ships with the package."""
+    shipped = EMBEDDED / model
+    rule = f"must name a {model} checkpoint, since none ships with the package"
+    remedy = "Give a LeRobot folder, one converted by openpi, or a hub name such as lerobot/pi0_base."
+    check(config.path is not None or shipped.is_dir(), "policy.path", rule, config.path, remedy)
+    return config.path or str(shipped)
+
+
+def _check_fits(model: str, config: Pi0PolicyConfig, path: str, vla: Any) -> None:
+    """Raise a `ValueError` if a checkpoint's configuration `vla` or its value head contradicts the options."""
+    variant = getattr(vla, "variant", "openvla")
+    check(variant == model, "model", f"must be {variant}, as the checkpoint {path} is", model)
+    stored = _stored_value_width(path)
+    rule = f"must be {stored}, the width of the value head in {path}"
+    check(config.value_hidden in (None, stored) or stored is None, "policy.value_hidden", rule, config.value_hidden)
+
+
+def _stored_value_width(path: str) -> int | None:
+    """Width of the value head in a checkpoint, None where it has none."""
+    head = Path(path) / VALUE_HEAD_FILE
+    if not head.exists():
+        return None
+    with safe_open(head, framework="pt") as file:
+        return file.get_slice("fc1.weight").get_shape()[0]
+
+
+class NoiseHead(nn.Module):
+    """An MLP from the action expert's output to how much noise each action element gets (arXiv 2510.25889).
+
+    The last layer starts at zero: the first deviation is the geometric mean of its bounds.
+
+    Args:
+        feature_dim: width of the expert.
+        action_dim: D.
+    """
+
+    def __init__(self, feature_dim: int, action_dim: int):
+        super().__init__()
+        self.fc1 = nn.Linear(feature_dim, 128)
+        self.fc2 = nn.Linear(128, 64)
+        self.out = nn.Linear(64, action_dim)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+
+    def forward(self, feature: Tensor) -> Tensor:
+        """Map features `[..., feature_dim]` to `[..., D]`, unbounded."""
+        hidden = torch.tanh(self.fc1(feature.to(self.fc1.weight.dtype)))
+        return self.out(torch.tanh(self.fc2(hidden)))
+
+
+class Pi0Policy(Policy):
+    """A chain of denoising steps, of which one, drawn anew for each decision, or all are random.
+
+    Units are the elements of the random steps' transitions that lie in the chunk's K steps and A real action
+    dimensions: `U = S * K * A`. `trace` is `{"x", "x_next"}` float32 `[B, S, H, D]` and `{"step"}` int64 `[B, S]`; see
+    `flow.Chain`. Greedy actions follow the flow without noise from one fixed start, the same for every observation;
+    their log-probability and trace are 0.
+    The value is read from the language model's mean output and the robot state, which no denoising step changes.
+
+    Args:
+        model: a `Pi0Model`.
+        processor: its `Pi0Processor`.
+        num_steps: denoising steps.
+        noise: `"sde"` or `"learned"`.
+        noise_level: strength of `sde`, or largest standard deviation of `learned`, whose smallest is half of it. None:
+            the usual one.
+        every_step: all denoising steps are random.
+        value_hidden: width of the value head.
+        value_detach: whether the value head is cut off from the trunk.
+
+    Raises:
+        ValueError: when the checkpoint has no statistics.
+    """
+
+    shard_units: ClassVar[tuple[str, ...]] = ("GemmaLayer", "SiglipLayer")
+
+    def __init__(
+        self,
+        model: Any,
+        processor: Any,
+        *,
+        num_steps: int = 4,
+        noise: str = "sde",
+        noise_level: float | None = None,
+        every_step: bool = False,
+        value_hidden: int = 256,
+        value_detach: bool = True,
+    ):
+        super().__init__()
+        config = model.config
+        if processor.action_scaler is None or processor.state_scaler is None:
+            raise ValueError(
+                "The checkpoint has no statistics of state and actions, so its actions have no units. Choose one that "
+                "was trained on a robot; a base model must be fine-tuned first."
+            )
+        self.chunk_size, self.action_dim = config.chunk_size, config.action_dim
+        self.num_steps, self.kind, self.every_step = num_steps, KIND_OF[noise], every_step
+        self.noise_level = DEFAULT_LEVEL[noise] if noise_level is None else noise_level
+        self.model, self.processor = model, processor
+        feature_dim = config.vlm["width"] + config.max_state_dim
+        self.value_head = ValueHead(feature_dim, hidden_dim=value_hidden, detach=value_detach)
+        width, padded = config.expert["width"], config.max_action_dim
+        self.noise_head = NoiseHead(width, padded) if noise == "learned" else None
+        step = torch.arange(self.chunk_size).repeat_interleave(self.action_dim)
+        self.register_buffer("unit_step", step.repeat(num_steps if every_step else 1), persistent=False)
+        start = torch.randn(self.chunk_size, padded, generator=torch.Generator().manual_seed(0))
+        self.register_buffer("greedy_start", start, persistent=False)
+        self.streams: list[torch.Generator] = []
+
+    def prepare(self, obs: Observation) -> TensorDict:
+        """Hand cameras over and write the prompts; see `Pi0Processor.prepare`.
+
+        Cameras that the checkpoint does not know by name take its places in their order.
+        """
+        known = {*self.processor.config.cameras, *self.processor.pipelines.rename_map}
+        known |= {name.rpartition(".")[2] for name in known}
+        frames: dict[str, Any] = obs.images
+        if not known.issuperset(frames):
+            frames = dict(zip(self.processor.config.cameras, obs.images.values(), strict=False))
+        return self.processor.prepare(frames, obs.state, obs.instructions)
+
+    def forward(
+        self, inputs: TensorDict, trace: TensorDict | None = None, *, greedy: bool = False
+    ) -> PolicySample | PolicyScore:
+        """See the base class."""
+        if trace is None:
+            with torch.no_grad():
+                return self._act(inputs, greedy)
+        cache, state, value = self._observe(inputs)
+        if "time" in trace:  # imitation; see encode_demonstration
+            return PolicyScore(log_prob=self._imitate(cache, state, trace), entropy=None, value=value)
+        log_prob, entropy = [], []
+        for slot in range(trace["step"].shape[1]):
+            x, x_next, step = trace["x"][:, slot], trace["x_next"][:, slot], trace["step"][:, slot]
+            velocity, std = self._read(*self.model.denoise(cache, state, x, flow.time_of(step, self.num_steps)))
+            options = {"num_steps": self.num_steps, "kind": self.kind, "noise_level": self.noise_level, "std": std}
+            density, spread = flow.score(x, x_next, step, velocity, **options)
+            log_prob.append(self._units(density))
+            if spread is not None:
+                entropy.append(self._units(spread))
+        return PolicyScore(
+            log_prob=torch.cat(log_prob, 1), entropy=torch.cat(entropy, 1) if entropy else None, value=value
+        )
+
+    def encode_demonstration(self, action: Tensor, *, smoothing: float = 0.0) -> TensorDict:
+        """A point of the flow towards the actions, with noise and time from torch's global generator.
+
+        The score of such a trace has, as `log_prob` `[B, K * A]`, minus half the squared error of the velocity: its
+        log-density under unit variance, but for a constant. So raising it is flow matching.
+        """
+        check(smoothing == 0, "sft.smoothing", "must be 0 for a flow policy, which has no bins", smoothing)
+        target = self.processor.normalize_actions(action.cpu())
+        return {"action": target, "noise": torch.randn_like(target), "time": self.model.sample_time(len(target))}
+
+    def save(self, folder: str, state_dict: TensorDict) -> None:
+        """See the base class: a folder of LeRobot's layout, and each head in a file of its own."""
+
+        def part(prefix: str) -> TensorDict:
+            return {k.removeprefix(prefix): x.contiguous() for k, x in state_dict.items() if k.startswith(prefix)}
+
+        save_vla(self.model, self.processor, folder, state_dict=part("model."))
+        for prefix, name in (("value_head.", VALUE_HEAD_FILE), ("noise_head.", NOISE_HEAD_FILE)):
+            if head := part(prefix):
+                save_file(head, Path(folder) / name)
+        share_weights(folder)
+
+    def _act(self, inputs: TensorDict, greedy: bool) -> PolicySample:
+        cache, state, value = self._observe(inputs)
+        step = self.model.stepper(cache, state)
+        rows, size = len(state), tuple(self.greedy_start.shape)
+        if greedy:
+            start = self.greedy_start.expand(rows, *size)
+            action = flow.integrate(step, start, num_steps=self.num_steps)
+            count = len(self.unit_step) // (self.chunk_size * self.action_dim)
+            zeros = torch.zeros(rows, count, *size, device=state.device)
+            index = torch.zeros(rows, count, dtype=torch.int64, device=state.device)
+            trace, log_prob = {"x": zeros, "x_next": zeros, "step": index}, zeros
+        else:
+            if len(self.streams) != rows:
+                raise RuntimeError(
+                    f"{rows} environments are to sample, but there are {len(self.streams)} streams of noise. Call "
+                    f"seed(seed, first_env=..., num_envs={rows}) first, or act with greedy=True."
+                )
+            draws = flow.draw(self.streams, size, num_steps=self.num_steps, every_step=self.every_step)
+            chain = flow.sample(
+                lambda x, time: self._read(*step(x, time)),
+                draws.to(state.device),
+                num_steps=self.num_steps,
+                kind=self.kind,
+                noise_level=self.noise_level,
+            )
+            action, log_prob = chain.action, chain.log_prob
+            trace = {"x": chain.x, "x_next": chain.x_next, "step": chain.step}
+        action = self.processor.unnormalize_actions(action)
+        return PolicySample(action=action, trace=trace, log_prob=self._units(log_prob), value=value)
+
+    def _observe(self, inputs: TensorDict) -> tuple[Any, Tensor, Tensor]:
+        """What the vision-language model leaves for the expert, the normalised state, and the value."""
+        observed = self.processor.model_inputs(inputs)
+        state = observed.pop("state")
+        cache = self.model.prefix_cache(**observed, with_output=True)
+        value = self.value_head(torch.cat([cache.mean_output(), state], 1))
+        cache.output = None
+        return cache, state, value
+
+    def _read(self, velocity: Tensor, feature: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The expert's answer as `flow` takes it: velocity and, where it is learned, the standard deviation."""
+        if self.noise_head is None:
+            return velocity, None
+        raw = self.noise_head(feature)
+        return velocity, flow.learned_std(raw, low=self.noise_level / 2, high=self.noise_level)
+
+    def _imitate(self, cache: Any, state: Tensor, trace: TensorDict) -> Tensor:
+        time = trace["time"][:, None, None]
+        x = time * trace["noise"] + (1 - time) * trace["action"]
+        velocity, std = self._read(*self.model.denoise(cache, state, x, trace["time"]))
+        error = (velocity - (trace["noise"] - trace["action"])).square()
+        if std is not None:
+            error = error + 0.0 * std  # data parallelism waits for every parameter's gradient
+        return self._units(-0.5 * error)
+
+    def _units(self, x: Tensor) -> Tensor:
+        """Elements of the model's actions, `[B, ..., H, D]`, to units `[B, U]`."""
+        return x[..., : self.chunk_size, : self.action_dim].flatten(1)
