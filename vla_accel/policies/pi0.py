@@ -82,7 +82,7 @@ def _path(model: str, config: Pi0PolicyConfig) -> str:
     """Folder of the checkpoint; raises a `ValueError` where none is given and none ships with the package."""
     shipped = EMBEDDED / model
     rule = f"must name a {model} checkpoint, since none ships with the package"
-    remedy = "Give a LeRobot folder, one converted by openpi, or a hub name such as lerobot/pi0_base."
+    remedy = "Give a LeRobot folder, one converted by openpi, or the hub name of either, with statistics of its data."
     check(config.path is not None or shipped.is_dir(), "policy.path", rule, config.path, remedy)
     return config.path or str(shipped)
 
