@@ -9,6 +9,17 @@ from vla_accel.envs.metaworld import task_names
 from vla_accel.envs.metaworld_tasks import INSTRUCTIONS, SUITES
 
 
+@pytest.fixture(autouse=True)
+def _as_if_installed(monkeypatch):
+    monkeypatch.setattr("vla_accel.envs.metaworld.installed", lambda: True)
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr("vla_accel.envs.metaworld.installed", lambda: False)
+    with pytest.raises(ValueError, match=r'pip install "vla_accel\[metaworld\]"'):
+        make_env("metaworld:reach")
+
+
 def test_fifty_tasks_have_fifty_different_instructions():
     assert len(INSTRUCTIONS) == len(set(INSTRUCTIONS.values())) == 50
 

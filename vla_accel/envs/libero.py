@@ -64,8 +64,7 @@ class Libero(gym.Env):
         max_episode_steps: the usual time limit, in steps; None: the suite's official one.
 
     Raises:
-        ValueError: naming the option that breaks its rule.
-        RuntimeError: if LIBERO is not installed.
+        ValueError: naming the option that breaks its rule, or the package that is missing.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 20}

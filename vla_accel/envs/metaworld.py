@@ -17,6 +17,7 @@ An episode ends when the task is solved. The initial state's id seeds the places
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -50,7 +51,7 @@ class MetaWorld(gym.Env):
         max_episode_steps: the usual time limit, in steps.
 
     Raises:
-        ValueError: naming the option that breaks its rule.
+        ValueError: naming the option that breaks its rule, or the package that is missing.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 80}
@@ -89,6 +90,8 @@ class MetaWorld(gym.Env):
             task_id=gym.spaces.Discrete(len(self.tasks)),
         )
         self.action_space = gym.spaces.Box(-1.0, 1.0, (action_dim,), np.float32)
+        if not installed():
+            raise ValueError('metaworld needs its package: pip install "vla_accel[metaworld]"')
         self._built: OrderedDict[str, _Simulator] = OrderedDict()
         self._now: _Simulator | None = None
         self._rendering = True
@@ -189,11 +192,9 @@ class _Simulator:
 
     def __init__(self, task: str, size: int, *, fast: bool):
         prepare_graphics()
-        try:
-            import metaworld.policies
-            import mujoco
-        except ImportError as error:
-            raise RuntimeError(f'Meta-World is not installed ({error}): pip install "vla_accel[metaworld]"') from error
+        import metaworld.policies
+        import mujoco
+
         self._mujoco, self._fast, self._size = mujoco, fast, size
         self.env = metaworld.ALL_V3_ENVIRONMENTS[task]()
         self._expert = metaworld.policies.ENV_POLICY_MAP[task]()
@@ -245,6 +246,11 @@ class _Simulator:
             self._renderer.close()
             self._renderer = None
         self.env.close()
+
+
+def installed() -> bool:
+    """Whether the package is there."""
+    return importlib.util.find_spec("metaworld") is not None
 
 
 def task_names(given: str) -> list[str]:

@@ -1,0 +1,52 @@
+"""What of LIBERO can be said without its package. The rest is in tests/sim."""
+
+import math
+
+import numpy as np
+import pytest
+
+from vla_accel.envs import make_env
+from vla_accel.envs.graphics import device_of_rank
+from vla_accel.envs.libero import LIMITS, axis_angle
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    monkeypatch.setenv("MUJOCO_GL", "osmesa")
+    with pytest.raises(ValueError, match=r'pip install "vla_accel\[libero\]"'):
+        make_env("libero_spatial")
+
+
+def test_an_unknown_suite_is_refused_with_the_nearest():
+    with pytest.raises(ValueError, match="unknown environment 'libero_spacial'.*did you mean 'libero_spatial'"):
+        make_env("libero_spacial")
+
+
+def test_the_official_limits():
+    assert LIMITS == {
+        "libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400,
+    }  # fmt: skip
+
+
+def test_a_quaternion_becomes_axis_times_angle():
+    half = math.sqrt(0.5)
+    np.testing.assert_allclose(axis_angle(np.array([0, 0, half, half])), [0, 0, math.pi / 2])
+    np.testing.assert_allclose(axis_angle(np.array([1.0, 0, 0, 0])), [math.pi, 0, 0])
+    # The opposite quaternion is the same rotation, told as the long way round: no choice between them is made.
+    np.testing.assert_allclose(axis_angle(np.array([0, 0, -half, -half])), [0, 0, -3 * math.pi / 2])
+    assert axis_angle(np.array([0.0, 0, 0, 1.0000001])).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("environ", "device"),
+    [
+        ({}, None),
+        ({"LOCAL_RANK": "2"}, "2"),
+        ({"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "4,6"}, "6"),
+        ({"LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "4,6"}, "6"),
+        ({"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": ""}, None),
+        ({"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "GPU-1f3a"}, None),
+    ],
+)
+def test_a_rank_draws_on_its_own_device(environ, device):
+    assert device_of_rank(environ) == device
