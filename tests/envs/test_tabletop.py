@@ -198,7 +198,7 @@ def test_the_target_is_in_view_at_the_start(camera):
 
 def test_the_wrist_picture_shows_where_to_go():
     # Up in the picture is +x and left is +y: the offset of the target is the direction of the way to it.
-    env = Tabletop(num_blocks=1)
+    env = Tabletop(num_blocks=1, image_size=64)
     for state in range(40):
         obs, _ = env.reset(options={"task_id": 0, "state_id": state})
         rows, columns = np.nonzero(colored(obs["images"]["wrist"], "red"))
@@ -210,7 +210,7 @@ def test_the_wrist_picture_shows_where_to_go():
 
 
 def test_blocks_grow_in_the_wrist_picture_as_the_gripper_descends():
-    env, obs = begin(num_blocks=1)
+    env, obs = begin(num_blocks=1, image_size=64)
     env.world.tip[:2] = [env.world.blocks[0].x - 0.06, env.world.blocks[0].y]
     far = colored(env.render_observation()["images"]["wrist"], "red").sum()
     env.world.tip[2] = 0.08

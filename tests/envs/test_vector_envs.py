@@ -1,7 +1,6 @@
 """Names, options, and vector environments in one process and in several."""
 
 import os
-import re
 import sys
 
 import gymnasium as gym
@@ -138,7 +137,7 @@ def test_a_vector_environment_tells_its_tables_and_limits():
     envs = start(2, chunk_size=5)
     assert envs.instructions[:2] == ["reach the red block", "reach the green block"]
     assert envs.state_ids == Tabletop().state_ids
-    assert (envs.chunk_size, envs.max_episode_steps) == (5, 16)
+    assert (envs.chunk_size, envs.max_episode_steps) == (5, 12)
     assert envs.single_action_space.shape == (5, 7)
     assert envs.metadata["autoreset_mode"] is gym.vector.AutoresetMode.SAME_STEP
     assert start(1, max_episode_steps=9).max_episode_steps == 9
@@ -159,7 +158,7 @@ def test_wrappers_come_in_order():
 
 
 def test_unknown_names_list_the_known_ones_and_the_nearest():
-    with pytest.raises(ValueError, match=re.escape("unknown environment 'tabeltop'; known: tabletop")) as caught:
+    with pytest.raises(ValueError, match=r"unknown environment 'tabeltop'; known: .*\btabletop\b") as caught:
         make_env("tabeltop")
     assert "did you mean 'tabletop'?" in str(caught.value)
     with pytest.raises(ValueError, match="unknown environment 'no_such_package:Env'"):
@@ -177,7 +176,7 @@ def test_a_prefix_hands_the_rest_of_the_name_to_its_factory(monkeypatch):
     monkeypatch.setitem(REGISTRY, "named:", f"{__name__}:named")
     monkeypatch.setattr(sys.modules[__name__], "named", lambda rest, **options: (rest, options), raising=False)
     assert make_env("named:a:b", size=3) == ("a:b", {"size": 3})
-    with pytest.raises(ValueError, match="known: named:<name>, tabletop"):
+    with pytest.raises(ValueError, match=r"known: .*\bnamed:<name>.*\btabletop\b"):
         make_env("named:")
 
 
