@@ -16,8 +16,8 @@ MATRIX = (*DEFAULT, "fsdp1-grad-fp32", "fsdp1-grad-bf16", "ddp-bf16")
 SINGLE = ("fsdp1-full-fp32", "fsdp1-full-bf16", "fsdp2-fp32", "fsdp2-bf16", "plain-fp32", "plain-bf16")
 ODD = (
     "fsdp1-grad-fp32", "fsdp1-grad-bf16", "ddp-bf16", "fsdp1-full-lora-fp32", "fsdp1-full-lora-bf16",
-    "fsdp2-lora-fp32", "fsdp2-lora-bf16", "ddp-lora-fp32", "fsdp1-flat-fp32", "fsdp2-keep-fp32", "fsdp2-keep-bf16",
-    "fsdp2-offload-fp32", "fsdp2-offload-bf16", "plain-fp32",
+    "fsdp2-lora-fp32", "fsdp2-lora-bf16", "ddp-lora-fp32", "fsdp1-flat-fp32", "fsdp1-stock-bf16", "fsdp2-stock-bf16",
+    "fsdp2-keep-fp32", "fsdp2-keep-bf16", "fsdp2-offload-fp32", "fsdp2-offload-bf16", "plain-fp32",
 )  # fmt: skip
 HYBRID = ("fsdp1-hybrid-fp32", "fsdp2-hybrid-fp32", "fsdp2-hybrid-bf16")
 

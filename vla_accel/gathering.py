@@ -106,7 +106,10 @@ def _forward_past_hooks(unit: FSDP1, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def fsdp2_gathered(model: FSDP2) -> Iterator[None]:
-    """Gather each unit in compute dtype, and keep its own forward from giving it back. Collective on entry."""
+    """Gather each unit in compute dtype, and run forwards past the hooks that would give it back. Collective on entry.
+
+    Hooks that serve several modules at once stay; they find their unit gathered, and leave it so.
+    """
     root = model._get_fsdp_state()
     root._lazy_init()
     units = [module for module in model.modules() if isinstance(module, FSDP2)]
@@ -114,23 +117,67 @@ def fsdp2_gathered(model: FSDP2) -> Iterator[None]:
     groups = [group for state in states for group in _groups(state)]
     after_forward = [group.post_forward_mesh_info for group in groups]
     reshard(model)
-    try:
+    with ExitStack() as stack:
+        stack.callback(reshard, model)
         for unit in units:
             unit.unshard()
-        for group in groups:
+        stack.callback(_forget_forwards, root, states)
+        for group, mesh_info in zip(groups, after_forward, strict=True):
+            stack.callback(setattr, group, "post_forward_mesh_info", mesh_info)
             group.post_forward_mesh_info = None
+        for unit, state in zip(units, states, strict=True):
+            stack.enter_context(_past_hooks(unit, state))
+        yield
+
+
+@contextmanager
+def _past_hooks(unit: FSDP2, state: Any) -> Iterator[None]:
+    """Replace a unit's own FSDP hooks by what they do but for gathering: move and cast inputs, cast outputs."""
+    before = [(hooks, dict(hooks)) for hooks in (unit._forward_pre_hooks, unit._forward_hooks)]
+    own = {key for _, kept in before for key, hook in kept.items() if getattr(hook, "__self__", None) is state}
+    if not own:
+        yield
+        return
+    policy, to_device = state._mp_policy, state._is_root and state._device.type != "cpu"
+
+    def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        if to_device and (args or kwargs):
+            ((args,), (kwargs,)) = _to_kwargs(args, kwargs, state._device, False)
+        if policy.cast_forward_inputs:
+            args, kwargs = _cast_forward_inputs(policy.param_dtype, *args, **kwargs)
+        return args, kwargs
+
+    def leave(_: nn.Module, _args: Any, output: Any) -> Any:
+        return _cast_forward_inputs(policy.output_dtype, output)[0][0]
+
+    for hooks, _ in before:
+        for key in own:
+            hooks.pop(key, None)
+    handles = []
+    if to_device or (policy.cast_forward_inputs and policy.param_dtype):
+        handles.append(unit.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+    if policy.output_dtype:
+        handles.append(unit.register_forward_hook(leave))
+    try:
         yield
     finally:
-        # As after a backward: no forward under way, even if one was cut short, and no order to prefetch by.
-        root._state_ctx.iter_forward_root = None
-        root._comm_ctx.post_forward_order.clear()
-        for state in states:
-            state._training_state = type(state._training_state).IDLE
-        for group, mesh_info in zip(groups, after_forward, strict=True):
+        for handle in handles:
+            handle.remove()
+        for hooks, kept in before:
+            now = dict(hooks)
+            hooks.clear()
+            hooks.update({key: hook for key, hook in kept.items() if key in own or key in now} | now)
+
+
+def _forget_forwards(root: Any, states: list[Any]) -> None:
+    """As after a backward: no forward under way, even if one was cut short, and no order to prefetch by."""
+    root._state_ctx.iter_forward_root = None
+    root._comm_ctx.post_forward_order.clear()
+    for state in states:
+        state._training_state = type(state._training_state).IDLE
+        for group in _groups(state):
             group._training_state = type(group._training_state).IDLE
             group._post_forward_indices.clear()
-            group.post_forward_mesh_info = mesh_info
-        reshard(model)
 
 
 def reshard(model: nn.Module) -> None:

@@ -124,7 +124,8 @@ class Watch:
         self._write("where", f"{socket.gethostname()}, process {os.getpid()}")
         self._next_hook, sys.excepthook = sys.excepthook, self._on_exception
         atexit.register(self._close, "finished")
-        threading.Thread(target=self._run, name="vla_accel-watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="vla_accel-watch", daemon=True)
+        self._thread.start()
 
     def gone(self) -> list[str]:
         """The ranks that ended or give no sign of life, in words. Looks for a few seconds."""
@@ -182,6 +183,8 @@ class Watch:
     def _close(self, how: str) -> None:
         if not self._closing.is_set():
             self._closing.set()
+            # A thread inside the store's code when Python shuts down would abort the process.
+            self._thread.join(timeout=10)
             self._write("end", how)
 
     def _write(self, what: str, text: str) -> None:

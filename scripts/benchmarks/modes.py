@@ -138,13 +138,14 @@ def measure(layers: int, width: int, forwards: int, rounds: int) -> dict[str, fl
     ids = torch.arange(16, device=accelerator.device).reshape(2, 8)
     seconds: dict[str, list[float]] = {name: [] for name in ("enter", "leave", "inside", "a", "b", "c")}
 
-    def run(name: str, module: nn.Module) -> None:
+    def run(**modules: nn.Module) -> None:
         for number in range(forwards + 1):
-            started = time.perf_counter()
-            with torch.no_grad():
-                module(ids)
-            if number:  # the first one warms up
-                seconds[name].append(time.perf_counter() - started)
+            for name, module in modules.items():
+                started = time.perf_counter()
+                with torch.no_grad():
+                    module(ids)
+                if number:  # the first one warms up
+                    seconds[name].append(time.perf_counter() - started)
 
     with rollout_mode(model):
         model(ids)  # allocates what stays, before anything is measured
@@ -160,14 +161,13 @@ def measure(layers: int, width: int, forwards: int, rounds: int) -> dict[str, fl
             with Collectives() as counter:
                 model(ids)
             collectives += counter.count
-            run("inside", model)
+            run(inside=model, c=whole)
             started = time.perf_counter()
         seconds["leave"].append(time.perf_counter() - started)
-        run("c", whole)
         with train_mode(model):
-            run("a", model)
+            run(a=model)
         with offered(model):
-            run("b", model)
+            run(b=model)
     found = {name: statistics.median(values) for name, values in seconds.items()}
     numel = sum(p.numel() for p in whole.parameters())
     return found | {"collectives": collectives, "held": held / copy_bytes, "million": numel / 1e6}

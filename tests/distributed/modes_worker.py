@@ -15,7 +15,14 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -93,8 +100,10 @@ class Case:
         self.reference_optimizer = torch.optim.SGD(
             [p for p in self.reference.parameters() if p.requires_grad], **groups
         )
-        if kind == "plain" or rest[0] in ("flat", "hybrid") and kind == "fsdp1":
-            self.model = policy if kind == "plain" else fsdp1_by_hand(policy, rest[0])
+        self.stock = rest[0] == "stock"
+        if kind == "plain" or self.stock or (rest[0] in ("flat", "hybrid") and kind == "fsdp1"):
+            by_hand = {"plain": lambda policy, _: policy, "fsdp1": fsdp1_by_hand, "fsdp2": fsdp2_by_hand}[kind]
+            self.model = by_hand(policy, rest[0])
             self.optimizer = torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], **groups)
         else:
             self.model, self.optimizer = prepare_policy(
@@ -146,13 +155,24 @@ class Case:
 
 
 def fsdp1_by_hand(policy: nn.Module, how: str) -> nn.Module:
-    """What presets cannot ask for on a CPU: flattened parameters, and replicas of shards."""
-    options = {"use_orig_params": how == "hybrid"}
+    """Flattened parameters, replicas of shards, and casts as FSDP1 does them when nobody asks for less."""
+    options = {"use_orig_params": how != "flat"}
     if how == "hybrid":
         options |= {"device_mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}
         options |= {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    if how == "stock":
+        options |= {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
     wrap = partial(transformer_auto_wrap_policy, transformer_layer_cls={Block, TowerBlock})
     return FullyShardedDataParallel(policy, auto_wrap_policy=wrap, device_id=torch.device("cpu"), **options)
+
+
+def fsdp2_by_hand(policy: nn.Module, _: str) -> nn.Module:
+    """Casts of inputs and outputs as FSDP2 does them when asked for all."""
+    cast = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.bfloat16)
+    for module in policy.modules():
+        if isinstance(module, (Block, TowerBlock)):
+            fully_shard(module, mp_policy=cast)
+    return fully_shard(policy, mp_policy=cast)
 
 
 def assert_same(left, right) -> None:
@@ -164,7 +184,8 @@ def assert_same(left, right) -> None:
 def check_units(case: Case) -> None:
     names = ("Block", "TowerBlock")
     # Accelerate's FSDP2 makes the final norm a unit too.
-    assert check_sharding(case.model, names, expected=6) == (8 if isinstance(case.model, FSDPModule) else 7)
+    by_accelerate = isinstance(case.model, FSDPModule) and not case.stock
+    assert check_sharding(case.model, names, expected=6) == (8 if by_accelerate else 7)
     if "hybrid" in case.name and isinstance(case.model, FSDPModule):
         assert {str(p.placements) for p in case.model.parameters()} == {"(Replicate(), Shard(dim=0))"}
     with raises(RuntimeError, "5 layers", "Block"):
@@ -198,7 +219,11 @@ def check_same_forward(case: Case) -> None:
             assert_same(case.reference(batch(1), case.trace), outside)
     gap = (again.log_prob - sample.log_prob).abs().max().item()
     assert gap < (1e-2 if case.bf16 else 1e-5), gap
-    assert sample.log_prob.dtype == outside.log_prob.dtype == outside.value.dtype == torch.float32
+    assert sample.log_prob.dtype == outside.log_prob.dtype
+    assert (outside.log_prob.dtype == torch.bfloat16) == (case.stock and isinstance(case.model, FSDPModule))
+    if case.stock:
+        return
+    assert outside.value.dtype == torch.float32
     assert set(policy_of(case.model).seen) == {torch.float32}, "inputs were cast on their way to the policy"
 
 
@@ -404,6 +429,27 @@ def check_autograd(case: Case) -> None:
     case.optimizer.zero_grad()
 
 
+def check_hooks(case: Case) -> None:
+    """A user's hooks run in a rollout as outside, and stay where they were."""
+    layer = [m for m in case.model.modules() if isinstance(m, Block)][1]
+    calls = []
+    handles = [
+        layer.register_forward_pre_hook(lambda *_: calls.append("before")),
+        layer.register_forward_hook(lambda *_: calls.append("after")),
+    ]
+    places = [list(layer._forward_pre_hooks), list(layer._forward_hooks)]
+    case.sharded_score()
+    with rollout_mode(case.model):
+        case.score()
+        inside = layer.register_forward_hook(lambda *_: calls.append("late"))
+        case.score()
+    assert calls == ["before", "after"] * 3 + ["late"]
+    inside.remove()
+    assert [list(layer._forward_pre_hooks), list(layer._forward_hooks)] == places
+    for handle in handles:
+        handle.remove()
+
+
 def check_refusals(case: Case) -> None:
     inner = next(m for m in case.model.modules() if isinstance(m, nn.ModuleList))
     with raises(ValueError, "accelerator.prepare"), rollout_mode(inner):
@@ -422,6 +468,7 @@ CHECKS = {
     "train mode has no dropout but checkpoints": (check_train_mode, ()),
     "full parameters are whole and raw": (check_full_params, ()),
     "rollout tensors enter autograd": (check_autograd, ()),
+    "hooks of others run and stay": (check_hooks, ()),
     "inner module is refused": (check_refusals, ("fsdp",)),
 }
 
@@ -441,6 +488,8 @@ def main() -> None:
                     check(case)
                 spent[title] = spent.get(title, 0.0) + time.monotonic() - started
     print({title: round(seconds, 1) for title, seconds in spent.items()})  # noqa: T201
+    with contextlib.suppress(RuntimeError):
+        dist.barrier()  # rank 0 keeps the store that the others may still read
     os._exit(0)  # no teardown: what it would wait for is not under test
 
 
