@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -232,6 +233,8 @@ def prepare_policy(
     _unify_dtypes(accelerator, policy, names)
     rates = {"policy": learning_rate, "value": learning_rate if value_learning_rate is None else value_learning_rate}
     optimizer = make_optimizer(_param_groups(policy, rates, weight_decay))
+    # Policies return views, and nothing writes to what they return.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     if accelerator.is_fsdp2 and accelerator.native_amp:
         # Accelerate wraps forward in autocast everywhere but here; the arithmetic must not depend on the preset.
         autocast = torch.autocast(accelerator.device.type, dtype=torch.bfloat16)
@@ -417,11 +420,6 @@ def global_max(accelerator: Accelerator, value: float) -> float:
 def global_any(accelerator: Accelerator, flag: bool) -> bool:
     """True on every rank if `flag` is true on any: the way to take a decision around a collective. Collective."""
     return global_max(accelerator, float(flag)) > 0
-
-
-def is_data_parallel(accelerator: Accelerator) -> bool:
-    """Whether every rank holds a whole copy (DDP), so that gradients need exchange only before a step."""
-    return accelerator.num_processes > 1 and accelerator.distributed_type != DistributedType.FSDP
 
 
 def _reduce(accelerator: Accelerator, values: Sequence[float | torch.Tensor], op: Any) -> tuple[Any, ...]:
