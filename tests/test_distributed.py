@@ -4,6 +4,7 @@ import contextlib
 import functools
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.launch import launch_command_parser
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils.launch import prepare_multi_gpu_env
 
 from tests.distributed.distributed_worker import CHECKS
 from tests.distributed.launch import ROOT, clean_env, free_port, launch
@@ -206,6 +208,19 @@ def test_a_preset_parses_and_says_when_to_use_it(path):
     known = vars(launch_command_parser().parse_args(["script.py"]))
     for name in [*(config.fsdp_config or {}), *(config.parallelism_config or {})]:
         assert name in known, f"accelerate launch has no option {name}"
+
+
+def test_the_documentation_says_to_torchrun_what_the_preset_says_to_the_launcher():
+    text = (ROOT / "docs" / "distributed.md").read_text()
+    assert all(f"`{path.stem}`" in text for path in PRESETS)
+    shell = text[text.index("### torchrun") :]
+    said = dict(word.split("=") for line in re.findall(r"^export (.*)$", shell, re.M) for word in line.split())
+    assert len(said) == 8
+    path = str(ROOT / "accelerate_configs" / "hsdp_multi_node.yaml")
+    options = ["--config_file", path, "--machine_rank", "1", "--main_process_ip", "10.0.0.1", "script.py"]
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(options))
+    env = prepare_multi_gpu_env(args)
+    assert said == {name: env[name] for name in said}
 
 
 def start_preset(name, folder, *options):
