@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from vla_accel.config import check
+from vla_accel.config import check, to_dict
 from vla_accel.distributed import gather_objects
 from vla_accel.modes import full_params
 from vla_accel.policies.base import Policy
@@ -133,6 +133,24 @@ def find_checkpoint(output: str | Path) -> Path:
     return found[-1]
 
 
+FREE = {"resume", "output_dir", "save_every", "keep_checkpoints", "trackers", "video_episodes", "timeout_s"}
+"""Options that may differ when a run is resumed, since no number depends on them."""
+
+
+def check_same_options(config: Any, output: Path) -> None:
+    """Raise a `ValueError` that names the first option in which a resumed run differs from the run as started."""
+    stored = json.loads((output / "config.json").read_text(encoding="utf-8"))
+    now = json.loads(json.dumps(to_dict(config)))
+    for name in sorted({*stored, *now}):
+        old, new = (tree.get(name) for tree in (stored, now))
+        pairs = [(name, old, new)]
+        if isinstance(old, dict) and isinstance(new, dict):
+            pairs = [(f"{name}.{key}", old.get(key), new.get(key)) for key in sorted({*old, *new} - FREE)]
+        for option, before, after in pairs:
+            rule = f"must be as the run in {output} was started, {before!r}"
+            check(before == after, option, rule, after, "Give the options of that run beside --run.resume.")
+
+
 def load_checkpoint(
     accelerator: Accelerator,
     model: nn.Module,
@@ -234,7 +252,7 @@ def _restore_tensors(model: nn.Module, optimizer: Any, policy: Policy, stored: d
         if entries:
             state[parameter] = {key: _like(parameter, key, x) for key, x in entries.items()}
     for stream, saved in zip(policy.streams, stored["noise"], strict=True):
-        stream.set_state(saved)
+        stream.set_state(saved.clone())  # a row of its own: torch reads it as aligned memory
 
 
 def _like(parameter: torch.Tensor, entry: str, x: torch.Tensor) -> torch.Tensor:

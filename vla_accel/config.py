@@ -255,7 +255,8 @@ class RunConfig(BaseRunConfig):
     keep_checkpoints: int = 2
     """Delete all but this many of the newest checkpoints."""
     resume: str | None = None
-    """Output folder of an earlier run to go on with, exactly where its last checkpoint stands."""
+    """Output folder of an earlier run to go on with, exactly where its last checkpoint stands; the other options must
+    be that run's."""
     trackers: tuple[str, ...] = ("tensorboard",)
     """Accelerate's trackers beside the JSON lines that are always written, e.g. wandb. "none": no other."""
     video_episodes: int = 4

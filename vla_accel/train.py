@@ -16,7 +16,7 @@ import gymnasium as gym
 import torch
 
 from vla_accel.advantages import gae, normalize
-from vla_accel.checkpoint import export_policy, find_checkpoint, load_checkpoint, save_checkpoint
+from vla_accel.checkpoint import check_same_options, export_policy, find_checkpoint, load_checkpoint, save_checkpoint
 from vla_accel.config import EnvConfig, PPOConfig, PPOOptions, check, to_dict
 from vla_accel.distributed import (
     gather_objects,
@@ -67,6 +67,8 @@ def train(config: PPOConfig) -> dict[str, Any]:
     """
     config = dataclasses.replace(config, env=for_model(config.env, config.model))
     checkpoint = find_checkpoint(config.run.resume) if config.run.resume else None
+    if checkpoint:
+        check_same_options(config, Path(config.run.resume or ""))
     spec = check_run(config)
     output = make_output_dir(
         config.run.resume or config.run.output_dir,
