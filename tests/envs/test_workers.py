@@ -235,3 +235,21 @@ def alive(pid):
             return stat.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_only_one_simulator_is_built_outside_the_workers(tmp_path):
+    envs = make_vector_env(
+        f"{__name__}:Marking", num_envs=3, chunk_size=2, jobs=[FIRST] * 3, env_options={"folder": str(tmp_path)},
+        vectorization="async",
+    )  # fmt: skip
+    envs.close()
+    built = [int(file.name.partition("-")[0]) for file in tmp_path.iterdir()]
+    assert len(built) == 4
+    assert built.count(os.getpid()) == 1
+
+
+def Marking(folder):  # noqa: N802
+    from helpers.counting_env import CountingEnv
+
+    with open(f"{folder}/{os.getpid()}-{time.monotonic_ns()}", "w"):
+        return CountingEnv()

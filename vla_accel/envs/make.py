@@ -22,7 +22,8 @@ import gymnasium as gym
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from vla_accel.envs.base import ActionChunk, EpisodeQueue
-from vla_accel.envs.workers import Reporter, Workers
+from vla_accel.envs.processes import Reporter
+from vla_accel.envs.workers import Workers
 from vla_accel.types import Job
 
 REGISTRY: dict[str, str] = {
@@ -112,13 +113,14 @@ def make_vector_env(
     state_ids = dict(probe.get_wrapper_attr("state_ids"))
     limit = max_episode_steps if max_episode_steps is not None else _attribute(probe, "max_episode_steps", None)
     mode = vectorization or _attribute(probe, "vectorization", "async")
+    stand_in = _StandIn(ActionChunk(probe, chunk_size))
     probe.close()
     if limit is None or limit < 1:
         raise ValueError(f"max_episode_steps must be at least 1 and {name!r} has no limit of its own, got {limit}")
     if mode not in ("sync", "async"):
         raise ValueError(f"vectorization must be 'sync', 'async' or None, got {mode!r}")
     builders = [_Builder(name, options, limit, chunk_size, stream, os.getpid()) for stream in jobs]
-    envs = _start_sync(builders) if mode == "sync" else _start_async(builders, timeout_s)
+    envs = _start_sync(builders) if mode == "sync" else _start_async(builders, stand_in, timeout_s)
     envs.instructions, envs.state_ids = instructions, state_ids
     envs.chunk_size, envs.max_episode_steps = chunk_size, limit
     return envs
@@ -143,21 +145,30 @@ class _Builder:
         return EpisodeQueue(ActionChunk(env, self.chunk_size), self.jobs)
 
 
+class _StandIn(gym.Env):
+    """Has the spaces of an environment and nothing else."""
+
+    def __init__(self, env: gym.Env):
+        self.observation_space, self.action_space = env.observation_space, env.action_space
+        self.metadata, self.render_mode = env.metadata, env.render_mode
+
+
 @dataclass(frozen=True)
 class _WorkerBuilder:
-    """Builds one environment for a worker process."""
+    """Builds one environment for a worker process; in the parent, which looks at the spaces only, a stand-in."""
 
     builder: _Builder
+    stand_in: _StandIn
 
-    def __call__(self) -> Reporter:
-        return Reporter(self.builder())
+    def __call__(self) -> gym.Env:
+        return self.stand_in if os.getpid() == self.builder.parent else Reporter(self.builder())
 
 
 def _start_sync(builders: list[_Builder]) -> VectorEnv:
     return SyncVectorEnv(builders, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
-def _start_async(builders: list[_Builder], timeout_s: float) -> VectorEnv:
+def _start_async(builders: list[_Builder], stand_in: _StandIn, timeout_s: float) -> VectorEnv:
     """One worker process per environment; not forked, since threads and graphics contexts do not survive a fork."""
     for index, builder in enumerate(builders):
         if isinstance(builder.jobs, GeneratorType):
@@ -168,7 +179,8 @@ def _start_async(builders: list[_Builder], timeout_s: float) -> VectorEnv:
     context = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     with _environ(_WORKER_ENVIRON):
         jobs = [builder.jobs for builder in builders]
-        return Workers([_WorkerBuilder(builder) for builder in builders], jobs, context=context, timeout_s=timeout_s)
+        workers = [_WorkerBuilder(builder, stand_in) for builder in builders]
+        return Workers(workers, jobs, context=context, timeout_s=timeout_s)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 Every environment has a Gymnasium `AsyncVectorEnv` of its own, with one worker process, shared memory for observations
 and `AutoresetMode.SAME_STEP`. One that fails is thrown away with its process, and a new one plays the job again.
 
-Not here: the environments (`base.py`), building them (`make.py`).
+Not here: the environments (`base.py`), building them (`make.py`), what runs in the worker (`processes.py`).
 Usage: `Workers(builders, jobs, context="forkserver", timeout_s=120)`, then as any vector environment.
 
 What a failure looks like to the loop, in the step in which it is noticed:
@@ -24,10 +24,7 @@ import copy
 import itertools
 import logging
 import multiprocessing
-import signal
-import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,7 +33,7 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from vla_accel.envs.base import EpisodeQueue, zeros
+from vla_accel.envs.processes import discard, in_threads
 from vla_accel.types import Job
 
 MAX_FAILURES = 3
@@ -48,42 +45,11 @@ CLOSING_S = 10.0
 _log = logging.getLogger(__name__)
 
 
-class Reporter(gym.Wrapper):
-    """Runs in the worker: an exception becomes an ordinary answer, `info["failure"]`, with the traceback as text.
-
-    So nothing of the exception has to be pickled, and nobody waits for what could not be. Interrupts are ignored, since
-    Ctrl-C reaches the workers as well and it is the parent that ends them.
-    """
-
-    def __init__(self, env: EpisodeQueue):
-        super().__init__(env)
-        if multiprocessing.parent_process() is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
-        """As the queue's, with `taken`: how many jobs it has begun."""
-        try:
-            obs, info = self.env.reset(**arguments)
-        except Exception:
-            obs, info = self._nothing(), {"failure": traceback.format_exc()}
-        return obs, {**info, "taken": self.env.episode_state()["taken"]}
-
-    def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """As the queue's."""
-        try:
-            return self.env.step(action)
-        except Exception:
-            return self._nothing(), 0.0, False, False, {"failure": traceback.format_exc()}
-
-    def _nothing(self) -> Any:
-        return zeros(self.observation_space)
-
-
 class Workers(VectorEnv):
     """N environments, each in a process of its own, that outlive failures.
 
     Args:
-        builders: each makes one `Reporter`; called in the worker, and once here for the spaces.
+        builders: each makes one `Reporter` in the worker; called here as well, on several threads, for the spaces only.
         jobs: what each environment plays, as its builder knows it; only for messages.
         context: how processes start, `"forkserver"` or `"spawn"`.
         timeout_s: seconds that one call may take in a worker, the start of the next episode included.
@@ -97,7 +63,7 @@ class Workers(VectorEnv):
 
     def __init__(
         self,
-        builders: Sequence[Callable[[], Reporter]],
+        builders: Sequence[Callable[[], gym.Env]],
         jobs: Sequence[Iterable[Job]],
         *,
         context: str,
@@ -196,15 +162,15 @@ class Workers(VectorEnv):
         """Let every simulator close; kill the workers that do not within `CLOSING_S`."""
         workers = [worker for worker in self._workers if worker is not None]
         self._workers = [None] * self.num_envs
-        _in_threads([worker.close for worker in workers], timeout_s=CLOSING_S)
+        in_threads([worker.close for worker in workers], timeout_s=CLOSING_S)
         for worker in workers:
-            _discard(worker)
+            discard(worker)
 
     def __del__(self) -> None:
         """Leave no process behind."""
         for worker in getattr(self, "_workers", []):
             if worker is not None:
-                _discard(worker)
+                discard(worker)
 
     # Asking workers ------------------------------------------------------------------------------------------------
 
@@ -289,7 +255,7 @@ class Workers(VectorEnv):
     def _no_answer(self, index: int, name: str, error: Exception) -> RuntimeError:
         """The error for a call that cannot be made good; the worker will be found dead by the next step."""
         text = self._describe(index, error)
-        _discard(self._workers[index])
+        discard(self._workers[index])
         return RuntimeError(f"environment {index} did not answer {name!r}: {text}")
 
     # Replacing workers ---------------------------------------------------------------------------------------------
@@ -307,7 +273,7 @@ class Workers(VectorEnv):
                 autoreset_mode=AutoresetMode.SAME_STEP,
             )
 
-        results = _in_threads([start(index) for index in indices], timeout_s=self.timeout_s)
+        results = in_threads([start(index) for index in indices], timeout_s=self.timeout_s)
         problems = {}
         for index, result in zip(indices, results, strict=True):
             if isinstance(result, AsyncVectorEnv):
@@ -321,7 +287,7 @@ class Workers(VectorEnv):
         """New workers that begin the lost jobs again; their first answers, and the reasons where that failed, too."""
         for index in indices:
             if self._workers[index] is not None:
-                _discard(self._workers[index])
+                discard(self._workers[index])
         problems = self._start(indices)
         alive = [index for index in indices if index not in problems]
         for index in alive:
@@ -363,37 +329,6 @@ class Workers(VectorEnv):
             process.join(timeout=1.0)
             return f"its process ended with exit code {process.exitcode}"
         return f"{type(error).__name__}: {error}".rstrip(": ")
-
-
-def _discard(worker: AsyncVectorEnv) -> None:
-    """End a worker at once, whatever it is doing; nothing to do where it is closed."""
-    for process in worker.processes:
-        process.kill()
-        process.join()
-    for pipe in worker.parent_pipes:
-        if pipe is not None:
-            pipe.close()
-    worker.error_queue.close()
-    worker.closed = True
-
-
-def _in_threads(tasks: Sequence[Callable[[], Any]], *, timeout_s: float) -> list[Any]:
-    """Run tasks side by side; for each its result, the exception it raised, or None where it is not done in time."""
-    results: list[Any] = [None] * len(tasks)
-
-    def run(place: int) -> None:
-        try:
-            results[place] = tasks[place]()
-        except Exception as error:
-            results[place] = error
-
-    threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in range(len(tasks))]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + timeout_s
-    for thread in threads:
-        thread.join(max(deadline - time.monotonic(), 0.0))
-    return list(results)
 
 
 def _single(infos: Mapping[str, Any]) -> dict[str, Any]:
