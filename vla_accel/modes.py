@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,7 +30,7 @@ from vla_accel.roll_call import meet, say_busy
 _open: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """Models inside one of the contexts below, and which."""
 
-_rollout_random: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+_rollout_random: WeakKeyDictionary[nn.Module, list[torch.Tensor]] = WeakKeyDictionary()
 """Where each model's last rollout left torch's global random state."""
 
 
@@ -163,22 +162,20 @@ def _own_random_stream(model: nn.Module) -> Iterator[None]:
 
     Starting each rollout from training's state would give all of them the same noise if training draws none.
     """
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    module = getattr(torch, device.type)
-    has_own = device.type not in ("cpu", "meta")
+    kinds = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} - {"cpu", "meta"}
+    sources = [torch, *(getattr(torch, kind) for kind in sorted(kinds))]
 
-    def state() -> tuple[Any, ...]:
-        return torch.get_rng_state(), module.get_rng_state() if has_own else None
+    def state() -> list[torch.Tensor]:
+        return [source.get_rng_state() for source in sources]
 
-    def set_state(cpu: torch.Tensor, own: torch.Tensor | None) -> None:
-        torch.set_rng_state(cpu)
-        if own is not None:
-            module.set_rng_state(own)
+    def set_state(states: list[torch.Tensor]) -> None:
+        for source, its_state in zip(sources, states, strict=True):
+            source.set_rng_state(its_state)
 
     before = state()
-    set_state(*_rollout_random.get(model, before))
+    set_state(_rollout_random.get(model, before))
     try:
         yield
     finally:
         _rollout_random[model] = state()
-        set_state(*before)
+        set_state(before)

@@ -10,6 +10,7 @@ Usage: `meet("enter rollout_mode", timeout_s=60)`; `Watch.start(timeout_s=1800)`
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import os
 import socket
@@ -22,6 +23,7 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 BEAT_S = 1.0
 """Seconds between a rank's signs of life."""
@@ -32,8 +34,8 @@ _meetings = itertools.count()
 def meet(event: str, *, timeout_s: float, busy: str = "") -> None:
     """Wait until every rank is about to do `event`, without a collective.
 
-    A rank that is elsewhere gives an error instead of a hang; one that is busy (`say_busy`) is waited for. A no-op in a
-    single process. Call on every rank.
+    A rank that is elsewhere gives an error instead of a hang; one that is busy (`say_busy`) is waited for, at most for
+    torch's default timeout. A no-op in a single process. Call on every rank.
 
     Args:
         event: what comes next, in words: `"enter rollout_mode"`.
@@ -49,17 +51,21 @@ def meet(event: str, *, timeout_s: float, busy: str = "") -> None:
     meeting = next(_meetings)
     keys = [f"vla_accel/meeting/{meeting}/{other}" for other in range(size)]
     store.set(keys[rank], event)
-    deadline, pause = time.monotonic() + timeout_s, 0.001
+    start = time.monotonic()
+    deadline, look_at, pause = start + timeout_s, start + timeout_s / 10, 0.001
     while not store.check(keys):
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > look_at:
+            look_at = now + timeout_s / 10
             missing = [other for other, key in enumerate(keys) if not store.check([key])]
             idle = [other for other in missing if not _occupation(store, other)]
-            if idle or not missing:
+            if not idle and now - start < default_pg_timeout.total_seconds():
+                deadline = now + timeout_s
+            elif now > deadline:
                 raise RuntimeError(
-                    f"Rank {rank} waited {timeout_s:g} s to {event}, but ranks {idle} did not come. "
+                    f"Rank {rank} waited {now - start:.0f} s to {event}, but ranks {idle or missing} did not come. "
                     "Call it on every rank."
                 )
-            deadline = time.monotonic() + timeout_s
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
     events = {other: store.get(key).decode() for other, key in enumerate(keys)}
@@ -75,7 +81,8 @@ def say_busy(occupation: str) -> None:
     """Tell the others why this rank may not come to a meeting for long; an empty string ends it. No-op if alone."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         store = dist.distributed_c10d._get_default_store()
-        store.set(f"vla_accel/busy/{dist.get_rank()}", occupation)
+        with contextlib.suppress(RuntimeError):  # the rank that keeps the store may have ended
+            store.set(f"vla_accel/busy/{dist.get_rank()}", occupation)
 
 
 def _occupation(store: dist.Store, rank: int) -> str:

@@ -377,6 +377,14 @@ def check_one_rank_alone(case: Case) -> None:
     case.sharded_score()
 
 
+def check_waits_for_rollouts(case: Case) -> None:
+    """A rank that is through with its rollout waits for those that are not, however impatient it is."""
+    with rollout_mode(case.model):
+        time.sleep(1.5 * case.rank)
+    with rollout_mode(case.model, timeout_s=0.5):
+        case.score()
+
+
 def check_train_mode(case: Case) -> None:
     model = case.model
     blocks = [module for module in model.modules() if isinstance(module, Block)]
@@ -465,6 +473,7 @@ CHECKS = {
     "trains on like one process, with fresh weights": (check_trains_on, ()),
     "writes inside stay inside": (check_writes_stay_inside, ()),
     "one rank alone is an error": (check_one_rank_alone, ("fsdp", "ddp")),
+    "ranks still in a rollout are waited for": (check_waits_for_rollouts, ("fsdp2-fp32", "ddp")),
     "train mode has no dropout but checkpoints": (check_train_mode, ()),
     "full parameters are whole and raw": (check_full_params, ()),
     "rollout tensors enter autograd": (check_autograd, ()),
