@@ -196,7 +196,7 @@ class Progress:
             initial=start,
             disable=not enabled,
             unit="it",
-            dynamic_ncols=screen,
+            dynamic_ncols=screen and os.get_terminal_size(sys.stderr.fileno()).columns > 0,  # 0: the size is unknown
             mininterval=0.1 if screen else 10.0,
             file=sys.stderr if screen else _Lines(),
         )
