@@ -181,6 +181,14 @@ class _Lines:
         sys.stderr.flush()
 
 
+def _columns() -> int:
+    """Width of the terminal behind standard error; 0 where it does not tell."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):
+        return 0
+
+
 class Progress:
     """A progress bar on standard error with the newest figures beside it; silent on other ranks.
 
@@ -196,7 +204,8 @@ class Progress:
             initial=start,
             disable=not enabled,
             unit="it",
-            dynamic_ncols=screen and os.get_terminal_size(sys.stderr.fileno()).columns > 0,  # 0: the size is unknown
+            dynamic_ncols=screen and _columns() > 0,
+            ncols=80 if screen and _columns() == 0 else None,
             mininterval=0.1 if screen else 10.0,
             file=sys.stderr if screen else _Lines(),
         )
