@@ -198,14 +198,15 @@ class Progress:
     def __init__(self, total: int, *, start: int = 0, enabled: bool = True):
         from tqdm import tqdm
 
-        screen = sys.stderr.isatty()
+        screen, sized = sys.stderr.isatty(), _columns() > 0
         self.bar = tqdm(
             total=total,
             initial=start,
             disable=not enabled,
             unit="it",
-            dynamic_ncols=screen and _columns() > 0,
-            ncols=80 if screen and _columns() == 0 else None,
+            dynamic_ncols=screen and sized,
+            ncols=80 if screen and not sized else None,
+            nrows=24 if screen and not sized else None,
             mininterval=0.1 if screen else 10.0,
             file=sys.stderr if screen else _Lines(),
         )
