@@ -20,7 +20,7 @@ from vla_accel.config import POLICY_OPTIONS, PPOConfig, RecordConfig, SFTConfig
 SIMULATOR = "--env.name helpers.wandering_env:Wandering --env.options image_size 32"
 PPO = (
     f"{SIMULATOR} --env.num-envs 2 --rollout.num-decisions 4 --ppo.minibatch-size 4 --policy.value-hidden 8 "
-    "--run.iterations 2 --run.eval-episodes 0 --run.video-episodes 0 --run.trackers none"
+    "--recipe tabletop --run.iterations 2 --run.eval-episodes 0 --run.video-episodes 0 --run.trackers none"
 )
 SFT = (
     f"{SIMULATOR} --policy.value-hidden 8 --data.episodes 4 --sft.steps 3 --sft.lr-warmup 0 --sft.batch-size 4 "
@@ -29,7 +29,7 @@ SFT = (
 
 # Option -> words of the changed run, and words of both runs where the effect needs them.
 PPO_CASES = {
-    "recipe": ("--recipe tabletop", ""),
+    "recipe": ("--recipe finetune", ""),
     "policy.path": ("--policy.path {root}/other", ""),
     "policy.unnorm_key": ("--policy.unnorm_key second", "--policy.path {root}/keys --policy.unnorm_key first"),
     "policy.temperature": ("--policy.temperature 0.5", ""),
