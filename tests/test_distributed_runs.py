@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 # from itself by 3e-4 when its micro-batches have another size.
 RUN = (
     "--model", "openvla", "--run.iterations", "5", "--run.eval-episodes", "0", "--run.video_episodes", "0",
-    "--rollout.num_decisions", "8", "--env.num-envs", "8", "--ppo.minibatch-size", "64", "--ppo.micro_batch_size", "32",
-    "--ppo.epochs", "1", "--ppo.learning-rate", "3e-5", "--ppo.value-learning-rate", "1e-4",
+    "--rollout.num_decisions", "8", "--env.num-envs", "8", "--ppo.minibatch-size", "32", "--ppo.micro_batch_size", "16",
+    "--ppo.epochs", "2", "--ppo.learning-rate", "3e-5", "--ppo.value-learning-rate", "1e-4",
 )  # fmt: skip
 PRESETS = {
     "ddp": ("ddp", "--mixed_precision", "no", "--num_processes", "2"),
@@ -63,7 +63,7 @@ def test_loss_curves_equal_those_of_one_process(tmp_path_factory, tmp_path, wrap
     assert len(one) == len(two) == 5
     for left, right in zip(one, two, strict=True):
         for name in CURVES:
-            assert abs(left[name] - right[name]) < 1e-4, (name, left["iteration"], left[name], right[name])
+            assert abs(left[name] - right[name]) < 1e-5, (name, left["iteration"], left[name], right[name])
     # Curves that are flat at zero would agree as well.
     assert any(abs(row["loss/policy"]) > 1e-3 for row in one), json.dumps(one)
     assert any(row["rollout/reward"] > 0 for row in one)
