@@ -201,7 +201,8 @@ def test_collect_on_the_tabletop_equals_a_replay_step_by_step(make_policy, model
             for name, x in row.pop("inputs").items():
                 assert torch.equal(whole.inputs[name][t, index], x[0]), (name, t, index)
             for name, x in row.items():
-                assert abs(float(getattr(whole, name)[t, index]) - x) < 1e-5, (name, t, index)
+                # Values of a batch and of one row differ in their last bits; those of other observations by far more.
+                assert abs(float(getattr(whole, name)[t, index]) - x) < 5e-4, (name, t, index)
 
 
 def test_chunks_may_be_cut_to_what_the_environments_take(make_policy):
