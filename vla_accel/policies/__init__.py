@@ -29,7 +29,12 @@ def peek_policy(model: str, config: BasePolicyConfig, *, suite: str | None = Non
     Raises:
         ValueError: for an unknown model, or a checkpoint that cannot be used, with the reason.
     """
-    return _module(model).peek(model, config, suite)
+    try:
+        return _module(model).peek(model, config, suite)
+    except ValueError as error:  # the model's side knows folders, not options
+        if str(error).startswith("--"):
+            raise
+        raise ValueError(f"--policy.path does not name a checkpoint that can be used: {error}") from error
 
 
 def load_policy(model: str, config: BasePolicyConfig, *, suite: str | None = None) -> Policy:
