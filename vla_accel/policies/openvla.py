@@ -33,7 +33,10 @@ def peek(model: str, config: PolicyConfig, suite: str | None) -> PolicySpec:
     path = config.path or str(EMBEDDED / model)
     vla = peek_vla(path, **_overrides(model, config))
     _check_fits(model, config, path, vla)
-    statistics = ActionStatistics.from_norm_stats(vla.norm_stats, config.unnorm_key, suite=suite)
+    try:
+        statistics = ActionStatistics.from_norm_stats(vla.norm_stats, config.unnorm_key, suite=suite)
+    except ValueError as error:
+        raise ValueError(f"--policy.unnorm_key must fit the checkpoint {path}: {error}") from error
     return PolicySpec(
         path=path,
         chunk_size=vla.num_actions_chunk,
