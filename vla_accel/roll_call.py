@@ -130,21 +130,30 @@ class Watch:
         self._closing = threading.Event()
         self._write("where", f"{socket.gethostname()}, process {os.getpid()}")
         self._next_hook, sys.excepthook = sys.excepthook, self._on_exception
-        atexit.register(self._close, "finished")
+        atexit.register(self._at_exit)
         self._thread = threading.Thread(target=self._run, name="vla_accel-watch", daemon=True)
         self._thread.start()
 
     def gone(self) -> list[str]:
-        """The ranks that ended or give no sign of life, in words. Looks for a few seconds."""
+        """The ranks that failed or give no sign of life, in words. Takes a few seconds if there are any."""
         self._look()
         start = time.monotonic()
-        while time.monotonic() < start + 3.5 * BEAT_S and self._store_lost_at is None:
-            self._look()
+        silent = set(self.others)
+        while silent and time.monotonic() < start + 3.5 * BEAT_S and self._store_lost_at is None:
             time.sleep(BEAT_S / 4)
-        if self._store_lost_at is not None:
-            return [f"rank 0 or its launcher, which keeps the store at {self._store.host}"]
-        silent = [rank for rank, (_, seen) in self._beats.items() if seen < start]
-        return [self._describe(rank) for rank in sorted({*self._ends, *silent})]
+            self._look()
+            silent = {rank for rank, (_, seen) in self._beats.items() if seen < start and rank not in self._ends}
+        return [self._describe(rank) for rank in self.others if rank in silent or rank in self._ends]
+
+    def _at_exit(self) -> None:
+        """Tell the others; and say who is gone, in case this exit is the end of a script that hides tracebacks."""
+        if not self._closing.is_set():
+            self._write("end", "finished")
+            gone = [words for words in self.gone() if not words.endswith("finished)")]
+            self._close("finished")
+            if gone and self._store_lost_at is None:
+                self._say(f"rank {self.rank} ended when these were gone: {'; '.join(gone)}.")
+                self._linger()
 
     def _run(self) -> None:
         # Looking takes a request per rank, so a large job looks less often than it gives signs.
@@ -162,6 +171,7 @@ class Watch:
             if silent and not self._closing.is_set():
                 names = "; ".join(self._describe(rank) for rank in silent)
                 self._say(f"rank {self.rank} ends: no sign of life for {self.timeout_s:g} s from {names}.")
+                self._linger()
                 os._exit(1)
 
     def _look(self) -> None:
@@ -178,6 +188,8 @@ class Watch:
         """See the function of this name."""
         # A collective fails with a RuntimeError; with any other error this rank is the cause, not the victim.
         gone = self.gone() if isinstance(error, RuntimeError) and not self._closing.is_set() else []
+        if gone and self._store_lost_at is not None:
+            gone = [f"rank 0 or its launcher, which keeps the store at {self._store.host}"]
         reason = str(error).partition("\n")[0][:200]
         self._close(f"ended by {type(error).__name__}: {reason}")
         return f"rank {self.rank} ended when these were gone: {'; '.join(gone)}." if gone else ""
@@ -186,6 +198,7 @@ class Watch:
         self._next_hook(kind, error, trace)
         if words := self.explain(error):
             self._say(words)
+            self._linger()
 
     def _close(self, how: str) -> None:
         if not self._closing.is_set():
@@ -193,6 +206,11 @@ class Watch:
             # A thread inside the store's code when Python shuts down would abort the process.
             self._thread.join(timeout=10)
             self._write("end", how)
+
+    def _linger(self) -> None:
+        """Give the others time to find out what happened, if the store ends with this process."""
+        if self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            time.sleep(3 * BEAT_S)
 
     def _write(self, what: str, text: str) -> None:
         self._ask(lambda: self._store.set(_key(what, self.rank), text))

@@ -27,7 +27,7 @@ def main() -> None:
         global_sum(accelerator, 1.0)
     except RuntimeError as error:
         if accelerator.process_index == 2:  # as scripts do, which show messages instead of tracebacks
-            sys.exit(explain(error))
+            sys.exit(explain(error) if victim == 0 or how == "leave" else 1)
         raise
 
 
