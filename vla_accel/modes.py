@@ -9,8 +9,9 @@ Usage: `with rollout_mode(model): sample = model(inputs)`; always call the prepa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,6 +27,13 @@ from vla_accel.gathering import (
     unsynchronized,
 )
 from vla_accel.roll_call import meet, say_busy
+
+GATHERED: dict[str, Callable[[Any], AbstractContextManager[None]]] = {
+    "fsdp1": fsdp1_gathered,
+    "fsdp2": fsdp2_gathered,
+    "ddp": unsynchronized,
+    "plain": unsharded,
+}
 
 _open: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """Models inside one of the contexts below, and which."""
@@ -62,7 +70,6 @@ def rollout_mode(model: nn.Module, *, timeout_s: float = 60.0) -> Iterator[nn.Mo
     _check_closed(model, "rollout_mode")
     if kind != "plain":
         meet("enter rollout_mode", timeout_s=timeout_s, busy="rollout")
-    gathered = {"fsdp1": fsdp1_gathered, "fsdp2": fsdp2_gathered, "ddp": unsynchronized, "plain": unsharded}[kind]
     with ExitStack() as stack:
         if kind != "plain":
             stack.callback(say_busy, "")
@@ -71,8 +78,8 @@ def rollout_mode(model: nn.Module, *, timeout_s: float = 60.0) -> Iterator[nn.Mo
         stack.enter_context(torch.no_grad())
         model.eval()
         for module in _checkpointing(model):
-            module.gradient_checkpointing = False
-        stack.enter_context(gathered(model))
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+        stack.enter_context(GATHERED[kind](model))
         stack.enter_context(_opened(model, "rollout_mode"))
         yield model
 
@@ -153,7 +160,7 @@ def _restored_flags(model: nn.Module) -> Iterator[None]:
         for module, flag in training.items():
             module.training = flag
         for module in checkpointing:
-            module.gradient_checkpointing = True
+            module.gradient_checkpointing = True  # type: ignore[assignment]
 
 
 @contextmanager
