@@ -57,11 +57,19 @@ def run_evaluation(config: EvalConfig) -> dict[str, Any]:
     seed_weights(config.seed)
     policy = load_policy(config.model, config.policy, suite=config.env.name)
     policy.fit_instructions(_instructions(config.env))
+    states = {"eval": "held-out", "train": "training"}[config.split]
     where = "the small checkpoint that ships with vla_accel" if spec.embedded else spec.path
-    accelerator.print(f"{config.model}: {where}; {config.episodes} held-out episodes of {config.env.name}.")
+    accelerator.print(f"{config.model}: {where}; {config.episodes} {states} episodes of {config.env.name}.")
     model = _for_acting(accelerator, policy)
     result = evaluate(
-        accelerator, model, policy, config.env, episodes=config.episodes, seed=config.seed, blank=config.blank
+        accelerator,
+        model,
+        policy,
+        config.env,
+        episodes=config.episodes,
+        seed=config.seed,
+        split=config.split,
+        blank=config.blank,
     )
     accelerator.print(result.table())
     if config.output and accelerator.is_main_process:
@@ -103,6 +111,7 @@ def _film_tasks(
                 episodes=FILMED,
                 seed=config.seed,
                 task_id=task_id,
+                split=config.split,
                 blank=config.blank,
             )
             name = f"{task_id:03d}_{_slug(instruction)}.mp4"

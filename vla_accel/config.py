@@ -365,10 +365,13 @@ class SFTOptions:
     """Frames per optimizer step, over all processes together."""
     smoothing: float = 0.0
     """Spread each target over its neighbours, standard deviation in bins. Helps to learn from scratch. 0: not."""
+    instruction_dropout: float = 0.0
+    """Share of the frames whose instruction is hidden, so that the policy knows what to do without one."""
 
     def __post_init__(self) -> None:
         check_numbers("sft", self, "learning_rate", above=0)
         check_numbers("sft", self, "muon_learning_rate", "weight_decay", "max_grad_norm", "smoothing")
+        check_shares("sft", self, "instruction_dropout")
         check_counts("sft", self, "steps", "batch_size", least=1)
         check_counts("sft", self, "lr_warmup", least=0)
 
@@ -405,6 +408,8 @@ class EvalConfig:
     """A JSON file for the result. None: only the table."""
     video: str | None = None
     """Folder for films of the first episodes. None: no films."""
+    split: Literal["eval", "train"] = "eval"
+    """Which initial states: held-out ones, or those to train on, by which one may choose settings."""
     blank: Literal["none", "image", "instruction"] = "none"
     """Control: hide the images or the instruction from the policy."""
 
@@ -412,6 +417,7 @@ class EvalConfig:
         _check_model(self)
         check_counts("", self, "episodes", least=1)
         check_seed("", self.seed)
+        check_choice("split", self.split, ("eval", "train"))
         check_choice("blank", self.blank, ("none", "image", "instruction"))
 
 

@@ -121,6 +121,7 @@ def evaluate(
     *,
     episodes: int,
     seed: int = 0,
+    split: str = "eval",
     blank: str = "none",
 ) -> Evaluation:
     """Play held-out episodes greedily. Collective: call on every rank; the ranks share the episodes.
@@ -132,12 +133,13 @@ def evaluate(
         config: which environment.
         episodes: over all ranks, spread evenly over the tasks.
         seed: of the environments.
+        split: "eval" for held-out initial states, "train" for those to train on, by which one may choose settings.
         blank: "image" or "instruction" hides that from the policy (a control), "none" nothing.
 
     Returns:
         The same on every rank.
     """
-    jobs, instructions = _held_out(config, episodes=episodes, seed=seed)
+    jobs, instructions = _jobs(config, episodes=episodes, seed=seed, split=split)
     own = deal(jobs, accelerator.num_processes)[accelerator.process_index]
     own.sort(key=lambda job: job.task_id)  # in some simulators another task takes long
     num_envs = max(1, min(len(own), config.num_envs // accelerator.num_processes))
@@ -196,6 +198,7 @@ def film(
     device: torch.device,
     episodes: int,
     seed: int = 0,
+    split: str = "eval",
     task_id: int | None = None,
     blank: str = "none",
 ) -> list[Film]:
@@ -210,10 +213,11 @@ def film(
         device: of the model.
         episodes: how many; with `task_id`, of that task.
         seed: of the environments.
+        split: as for `evaluate`.
         task_id: the only task to film; None: the tasks take turns.
         blank: as for `evaluate`.
     """
-    jobs, instructions = _held_out(config, episodes=episodes, seed=seed, task_id=task_id)
+    jobs, instructions = _jobs(config, episodes=episodes, seed=seed, split=split, task_id=task_id)
     envs = make_vector_env(
         config.name,
         num_envs=len(jobs),
@@ -237,16 +241,16 @@ def film(
     ]
 
 
-def _held_out(
-    config: EnvConfig, *, episodes: int, seed: int, task_id: int | None = None
+def _jobs(
+    config: EnvConfig, *, episodes: int, seed: int, split: str, task_id: int | None = None
 ) -> tuple[list[Job], list[str]]:
-    """Jobs on held-out initial states, of all tasks or of one, and the table of instructions."""
+    """Jobs on a split's initial states, of all tasks or of one, and the table of instructions."""
     probe = make_env(config.name, **config.parsed_options())
     try:
         core: Any = probe.unwrapped
         tasks = range(len(core.instructions))
         total = episodes if task_id is None else episodes * len(tasks)
-        jobs = evaluation_jobs(task_ids=tasks, state_ids=core.state_ids["eval"], episodes=total, seed=seed)
+        jobs = evaluation_jobs(task_ids=tasks, state_ids=core.state_ids[split], episodes=total, seed=seed)
         return [job for job in jobs if task_id in (None, job.task_id)], list(core.instructions)
     finally:
         probe.close()

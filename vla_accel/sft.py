@@ -136,7 +136,11 @@ def _step(
     """One optimizer step; returns the mean negative log-likelihood per unit over all processes. Collective."""
     chosen = rng.integers(len(demos), size=options.batch_size)
     own = chosen[accelerator.process_index :: accelerator.num_processes]
-    inputs = policy.prepare(demos.observation(own))
+    obs = demos.observation(own)
+    hidden = rng.random(options.batch_size)[accelerator.process_index :: accelerator.num_processes]
+    for row in np.flatnonzero(hidden < options.instruction_dropout):
+        obs.instructions[row] = ""
+    inputs = policy.prepare(obs)
     trace = policy.encode_demonstration(
         torch.from_numpy(demos.chunk(own, policy.chunk_size)), smoothing=options.smoothing
     )
