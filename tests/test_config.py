@@ -81,6 +81,7 @@ BAD = {
     "sft.learning_rate": NOT_POSITIVE,
     "sft.muon_learning_rate": NEGATIVE,
     "sft.smoothing": NEGATIVE,
+    "sft.instruction_dropout": [*NEGATIVE, 1.1],
     "sft.lr_warmup": NEGATIVE_COUNT,
     "sft.weight_decay": NEGATIVE,
     "sft.max_grad_norm": NEGATIVE,
@@ -101,6 +102,7 @@ BAD = {
     "run.trackers": ["tensorbord"],
     "episodes": NOT_A_COUNT,
     "seed": NOT_A_SEED,
+    "split": ["test"],
     "blank": ["pictures"],
     "dtype": ["float16"],
 }

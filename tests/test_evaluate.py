@@ -16,7 +16,7 @@ def config(**options):
 
 
 def run(accelerator, policy=None, *, episodes=14, **options):
-    evaluation = {name: options.pop(name) for name in ("seed", "blank") if name in options}
+    evaluation = {name: options.pop(name) for name in ("seed", "split", "blank") if name in options}
     policy = policy or ColorSeeker()
     return evaluate(accelerator, policy, policy, config(**options), episodes=episodes, **evaluation)
 
@@ -87,6 +87,11 @@ def test_the_same_seed_plays_the_same_episodes(accelerator):
     first, second, other = (run(accelerator, episodes=6, seed=seed) for seed in (3, 3, 4))
     assert first == second
     assert [e.job.seed for e in first.episodes] != [e.job.seed for e in other.episodes]
+
+
+def test_training_states_are_played_where_they_are_asked_for(accelerator):
+    result = run(accelerator, episodes=6, split="train", max_episode_steps=2)
+    assert {e.job.state_id for e in result.episodes} <= set(range(1000, 1_000_000))
 
 
 def test_the_time_limit_of_the_config_holds(accelerator):

@@ -91,6 +91,7 @@ SFT_CASES = {
     "sft.learning_rate": ("--sft.learning_rate 1e-2", ""),
     "sft.muon_learning_rate": ("--sft.muon_learning_rate 0.02", ""),
     "sft.smoothing": ("--sft.smoothing 1.0", ""),
+    "sft.instruction_dropout": ("--sft.instruction_dropout 1.0", ""),
     "sft.lr_warmup": ("--sft.lr_warmup 2", ""),
     "sft.weight_decay": ("--sft.weight_decay 0.5", ""),
     "sft.max_grad_norm": ("--sft.max_grad_norm 1e-3", ""),

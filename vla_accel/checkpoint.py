@@ -23,10 +23,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from vla_accel.config import check, to_dict
+from vla_accel.config import to_dict
 from vla_accel.distributed import gather_objects
 from vla_accel.modes import full_params
 from vla_accel.policies.base import Policy
+from vla_accel.rules import check
 from vla_accel.track import write_json
 
 if TYPE_CHECKING:

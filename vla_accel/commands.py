@@ -16,7 +16,7 @@ import torch
 from accelerate.utils import DistributedType
 from torch import nn
 
-from vla_accel.config import EvalConfig, ExportConfig, RecordConfig, SimulatorConfig, check, to_dict
+from vla_accel.config import EvalConfig, ExportConfig, RecordConfig, SimulatorConfig, to_dict
 from vla_accel.demos import record
 from vla_accel.distributed import make_accelerator, prepare_policy, seed_weights
 from vla_accel.envs.families import for_model
@@ -26,6 +26,7 @@ from vla_accel.models import load_vla, peek_vla, save_vla
 from vla_accel.modes import rollout_mode
 from vla_accel.policies import load_policy, peek_policy
 from vla_accel.policies.base import Policy
+from vla_accel.rules import check
 from vla_accel.track import check_writable, new_folder, write_json, write_video
 from vla_accel.train import check_env_fits
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from vla_accel.config import SimulatorConfig, check
+from vla_accel.config import SimulatorConfig
 from vla_accel.envs.make import make_env
+from vla_accel.rules import check
 from vla_accel.types import Observation
 
 

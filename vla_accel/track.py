@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vla_accel.config import check
 from vla_accel.distributed import broadcast_object
+from vla_accel.rules import check
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -17,7 +17,7 @@ import torch
 
 from vla_accel.advantages import gae, normalize
 from vla_accel.checkpoint import check_same_options, export_policy, find_checkpoint, load_checkpoint, save_checkpoint
-from vla_accel.config import EnvConfig, PPOConfig, PPOOptions, check, to_dict
+from vla_accel.config import EnvConfig, PPOConfig, PPOOptions, to_dict
 from vla_accel.distributed import (
     gather_objects,
     global_sum,
@@ -34,6 +34,7 @@ from vla_accel.policies import load_policy, peek_policy
 from vla_accel.policies.base import Policy, PolicySpec
 from vla_accel.ppo import make_batch, rescore, update
 from vla_accel.rollout import Seconds, collect, start
+from vla_accel.rules import check
 from vla_accel.track import (
     Progress,
     RunLog,

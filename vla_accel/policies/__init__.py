@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from vla_accel.config import check
+from vla_accel.rules import check
 
 if TYPE_CHECKING:
     from vla_accel.config import BasePolicyConfig

@@ -15,11 +15,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vla_accel.config import OFTPolicyConfig, PolicyConfig, check
+from vla_accel.config import OFTPolicyConfig, PolicyConfig
 from vla_accel.models import load_vla, peek_vla, save_vla, share_weights
 from vla_accel.models.openvla.actions import OFT_EPS, ActionStatistics, ActionTokenizer
 from vla_accel.policies import token
 from vla_accel.policies.base import Policy, PolicySpec, ValueHead
+from vla_accel.rules import check
 from vla_accel.types import Observation, PolicySample, PolicyScore, TensorDict
 
 EMBEDDED = Path(__file__).parent.parent / "assets"

@@ -17,11 +17,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from vla_accel.config import Pi0PolicyConfig, check
+from vla_accel.config import Pi0PolicyConfig
 from vla_accel.models import load_vla, peek_vla, save_vla, share_weights
 from vla_accel.policies import flow
 from vla_accel.policies.base import Policy, PolicySpec, ValueHead
 from vla_accel.policies.openvla import EMBEDDED, VALUE_HEAD_FILE
+from vla_accel.rules import check
 from vla_accel.types import Observation, PolicySample, PolicyScore, TensorDict
 
 NOISE_HEAD_FILE = "noise_head.safetensors"
