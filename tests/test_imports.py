@@ -22,7 +22,7 @@ LEVELS = [
     ("policies.base envs.base envs.checks envs.jobs", "together"),
     ("policies.token policies.flow envs", "together"),
     ("policies", "together"),
-    ("rollout ppo evaluate", "together"),
+    ("rollout batch ppo evaluate", "together"),
     ("track checkpoint demos", "together"),
     ("train", "apart"),
     ("sft commands", "apart"),

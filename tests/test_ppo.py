@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from vla_accel.batch import Batch, make_batch, minibatches, unit_mask
 from vla_accel.config import PPOOptions
-from vla_accel.ppo import Batch, make_batch, minibatches, ppo_loss, reduce_units, unit_mask
+from vla_accel.ppo import ppo_loss, reduce_units
 from vla_accel.types import PolicyScore, Rollout
 
 NAN = float("nan")

@@ -6,10 +6,11 @@ import pytest
 import torch
 from helpers.decisions import batch_of, rollout_of
 
+from vla_accel.batch import make_batch
 from vla_accel.config import PPOOptions
 from vla_accel.distributed import prepare_policy
 from vla_accel.modes import train_mode
-from vla_accel.ppo import make_batch, rescore, update
+from vla_accel.ppo import rescore, update
 
 MODELS = ("openvla", "openvla-oft")
 

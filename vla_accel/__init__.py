@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 _NAMES_OF = {
     "advantages": "gae normalize",
+    "batch": "make_batch",
     "checkpoint": "export_policy load_checkpoint save_checkpoint",
     "cli": "parse_args",
     "commands": "export record_demos run_evaluation",
@@ -31,7 +32,7 @@ _NAMES_OF = {
     "modes": "full_params rollout_mode train_mode",
     "policies": "load_policy peek_policy",
     "policies.base": "Policy PolicySpec ValueHead",
-    "ppo": "make_batch ppo_loss rescore update",
+    "ppo": "ppo_loss rescore update",
     "rollout": "collect start",
     "sft": "finetune",
     "train": "train",

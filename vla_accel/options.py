@@ -86,6 +86,9 @@ class Pi0PolicyConfig(BasePolicyConfig):
     once per random step."""
     freeze_vlm: bool = True
     """Train the action expert only."""
+    prefix_cache_gb: float | None = None
+    """Memory per process for what the frozen part made of a rollout's observations, so that no pass of the update
+    computes it again; if it does not fit, every pass does (GB). 0: never. None: 8, or 0 without freeze_vlm."""
     constant_dims: Literal["error", "unit", "exact"] = "error"
     """What to do with an entry of state or action that never moved in the data of the statistics: refuse, leave its
     scale as it is, or divide as the original does."""
@@ -100,6 +103,10 @@ class Pi0PolicyConfig(BasePolicyConfig):
         check_choice("policy.constant_dims", self.constant_dims, ("error", "unit", "exact"))
         rule = "must be True while --policy.freeze_vlm is, since the value is read from the frozen part"
         check(self.value_detach or not self.freeze_vlm, "policy.value_detach", rule, self.value_detach)
+        if self.prefix_cache_gb is not None:
+            check_numbers("policy", self, "prefix_cache_gb")
+            rule = "must be 0 or left out with --policy.freeze_vlm False, since training changes what would be kept"
+            check(self.freeze_vlm or self.prefix_cache_gb == 0, "policy.prefix_cache_gb", rule, self.prefix_cache_gb)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """The update of PPO: from scored decisions to an optimizer step, the same for every policy and every sharding.
 
-Not here: collecting (`rollout.py`), advantages (`advantages.py`), the course of a run (`train.py`).
+Not here: collecting (`rollout.py`), advantages (`advantages.py`), dealing decisions to minibatches (`batch.py`), the
+course of a run (`train.py`).
 Usage: `metrics = update(accelerator, model, optimizer, batch, options, ...)` inside `train_mode(model)`.
 
 Losses are sums, divided by the number of valid terms in the minibatch over all processes. So the gradient depends on
@@ -9,8 +10,6 @@ neither the micro-batch size nor the number of processes.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,78 +17,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from vla_accel.batch import Batch, micro_batches, minibatches
 from vla_accel.config import PPOOptions
 from vla_accel.distributed import global_max, global_sum
-from vla_accel.types import PolicyScore, Rollout, TensorDict
+from vla_accel.types import PolicyScore, UnitGroups
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this size before the exponential, so that a stale sample cannot overflow."""
-
-
-@dataclass(kw_only=True)
-class Batch:
-    """The valid decisions of one rollout on this rank, flat.
-
-    Attributes:
-        inputs: dict of `[B, ...]`.
-        trace: dict of `[B, ...]`.
-        old_log_prob: float32 `[B, U]`, by the training forward before the first epoch.
-        unit_mask: bool `[B, U]`, units of environment steps that were executed.
-        advantage: float32 `[B]`.
-        returns: float32 `[B]`, targets of the value head.
-        value: float32 `[B]`, the rollout's estimates.
-        row: int64 `[B]`, decision's place in time (0..T-1).
-        env: int64 `[B]`, its environment, counted over all processes.
-        num_decisions: T, places in time that a row can have.
-        spare: any one decision of this rank, `[1]`, valid or not: what a rank without rows runs at weight 0.
-    """
-
-    inputs: TensorDict
-    trace: TensorDict
-    old_log_prob: Tensor
-    unit_mask: Tensor
-    advantage: Tensor
-    returns: Tensor
-    value: Tensor
-    row: Tensor
-    env: Tensor
-    num_decisions: int
-    spare: Batch | None = None
-
-    def __len__(self) -> int:
-        return self.row.shape[0]
-
-    def select(self, index: Tensor, device: torch.device | str) -> Batch:
-        """The rows in `index` (int64 `[b]`), moved to `device`."""
-
-        def take(x: Tensor) -> Tensor:
-            return x[index].to(device, non_blocking=True)
-
-        return Batch(
-            inputs={name: take(x) for name, x in self.inputs.items()},
-            trace={name: take(x) for name, x in self.trace.items()},
-            num_decisions=self.num_decisions,
-            **{name: take(getattr(self, name)) for name in _ROWS},  # type: ignore[arg-type]
-        )
-
-
-_ROWS = ("old_log_prob", "unit_mask", "advantage", "returns", "value", "row", "env")
-
-
-def unit_mask(unit_step: Tensor, executed: Tensor) -> Tensor:
-    """Which units acted on an environment step that was executed.
-
-    Args:
-        unit_step: int64 `[U]`, as in `Policy.unit_step`.
-        executed: int64 `[B]`, executed steps of each decision.
-
-    Returns:
-        bool `[B, U]`, True = keep.
-    """
-    return unit_step[None, :] < executed[:, None]
 
 
 def reduce_units(x: Tensor, mask: Tensor, unit_step: Tensor, level: str) -> tuple[Tensor, Tensor]:
@@ -117,7 +54,10 @@ def reduce_units(x: Tensor, mask: Tensor, unit_step: Tensor, level: str) -> tupl
 
 @dataclass(kw_only=True)
 class LossSums:
-    """Sums over the valid terms of one micro-batch; the first three carry gradients."""
+    """Sums over the valid terms of one micro-batch; the first three carry gradients.
+
+    `parts` holds for each part of `UnitGroups` how many ratios with a unit of it were clipped, and how many there are.
+    """
 
     policy: Tensor
     value: Tensor
@@ -125,6 +65,7 @@ class LossSums:
     kl: Tensor
     clipped: Tensor
     log_ratio_max: Tensor
+    parts: dict[str, Tensor]
 
 
 def ppo_loss(score: PolicyScore, batch: Batch, unit_step: Tensor, options: PPOOptions) -> LossSums:
@@ -157,103 +98,29 @@ def ppo_loss(score: PolicyScore, batch: Batch, unit_step: Tensor, options: PPOOp
         entropy = torch.where(batch.unit_mask, score.entropy, torch.zeros_like(score.entropy)).sum()
     with torch.no_grad():
         kl = torch.where(mask, ratio - 1.0 - log_ratio, zero).sum()
-        outside = (mask & (surrogate < ratio * advantage)).sum().float()
+        outside = mask & (surrogate < ratio * advantage)
         largest = torch.where(mask, log_ratio.abs(), zero).amax() if mask.numel() else zero
     return LossSums(
         policy=-torch.where(mask, surrogate, zero).sum(),
         value=0.5 * value_error.sum(),
         entropy=entropy,
         kl=kl,
-        clipped=outside,
+        clipped=outside.sum().float(),
         log_ratio_max=largest,
+        parts=_count_parts(score.groups, outside, batch.unit_mask, unit_step, options.ratio_level),
     )
 
 
-def make_batch(rollout: Rollout, advantage: Tensor, returns: Tensor, *, unit_step: Tensor, first_env: int) -> Batch:
-    """Flatten a rollout to its valid decisions. `old_log_prob` is the rollout's until `rescore` replaces it.
-
-    Args:
-        rollout: `[T, N]`.
-        advantage: float32 `[T, N]`, normalised or not.
-        returns: float32 `[T, N]`.
-        unit_step: int64 `[U]`.
-        first_env: number of this rank's first environment, counted over all processes.
-    """
-    whole = _flatten(rollout, advantage, returns, unit_step=unit_step, first_env=first_env)
-    keep = torch.nonzero((rollout.valid & (rollout.executed > 0)).flatten()).flatten()
-    batch = whole.select(keep, "cpu")
-    batch.spare = whole.select(torch.zeros(1, dtype=torch.int64), "cpu")
-    return batch
-
-
-def _flatten(rollout: Rollout, advantage: Tensor, returns: Tensor, *, unit_step: Tensor, first_env: int) -> Batch:
-    num_steps, num_envs = rollout.valid.shape
-
-    def flat(x: Tensor) -> Tensor:
-        return x.flatten(0, 1)
-
-    row = torch.arange(num_steps)[:, None].expand(num_steps, num_envs)
-    env = (first_env + torch.arange(num_envs))[None, :].expand(num_steps, num_envs)
-    return Batch(
-        inputs={name: flat(x) for name, x in rollout.inputs.items()},
-        trace={name: flat(x) for name, x in rollout.trace.items()},
-        old_log_prob=flat(rollout.log_prob),
-        unit_mask=unit_mask(unit_step.cpu(), flat(rollout.executed)),
-        advantage=flat(advantage),
-        returns=flat(returns),
-        value=flat(rollout.value),
-        row=flat(row),
-        env=flat(env),
-        num_decisions=num_steps,
-    )
-
-
-def minibatches(batch: Batch, *, num_minibatches: int, seed: int) -> list[Tensor]:
-    """Deal the decisions of a rollout to minibatches, the same way on any number of processes.
-
-    Each environment's decisions are shuffled by a generator of its own and dealt in turn, one environment after the
-    other. So every minibatch takes about as many from each environment, and hence from each rank, and where all
-    decisions are valid and the number of minibatches divides them, all minibatches are of one size.
-
-    Args:
-        batch: this rank's decisions.
-        num_minibatches: how many.
-        seed: of the shuffling.
-
-    Returns:
-        `num_minibatches` int64 index tensors into the batch, together each row once; some may be empty.
-    """
-    goes_to = torch.zeros(len(batch), dtype=torch.int64)
-    for env in batch.env.unique().tolist():
-        rows = torch.nonzero(batch.env == env).flatten()
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + env) % (2**63))
-        rows = rows[torch.randperm(len(rows), generator=generator)]
-        # Each time the dealing comes round to where it began, it moves on by one: else the environments that lack
-        # decisions would all lack them in the same minibatches.
-        dealt = env * batch.num_decisions
-        begin = dealt + dealt // math.lcm(batch.num_decisions, num_minibatches)
-        goes_to[rows] = (begin + torch.arange(len(rows))) % num_minibatches
-    return [torch.nonzero(goes_to == number).flatten() for number in range(num_minibatches)]
-
-
-def micro_batches(
-    accelerator: Accelerator, batch: Batch, index: Tensor, size: int
-) -> Iterator[tuple[Batch, float, bool]]:
-    """Cut the rows in `index` into micro-batches, the same number on every rank.
-
-    A rank with fewer rows runs its spare row with weight 0, so that collectives stay in step.
-    Collective: call on every rank.
-
-    Yields:
-        the micro-batch on the accelerator's device, its weight (1 or 0), and whether it is the last.
-    """
-    parts = [part for part in index.split(size) if len(part)]
-    rounds = int(global_max(accelerator, len(parts)))
-    for number in range(rounds):
-        own = number < len(parts)
-        source, rows = (batch, parts[number]) if own else (batch.spare, torch.zeros(1, dtype=torch.int64))
-        assert source is not None, "make_batch gives every batch a spare row"
-        yield source.select(rows, accelerator.device), float(own), number == rounds - 1
+def _count_parts(
+    groups: UnitGroups | None, outside: Tensor, mask: Tensor, unit_step: Tensor, level: str
+) -> dict[str, Tensor]:
+    """`LossSums.parts`; `outside` is bool `[B, V]`, `mask` `[B, U]`."""
+    counts = {}
+    for number, name in enumerate(groups.names if groups else ()):
+        own = mask & (groups.index == number)  # type: ignore[union-attr]
+        _, own = reduce_units(torch.zeros(own.shape, device=own.device), own, unit_step, level)
+        counts[name] = torch.stack([(outside & own).sum(), own.sum()]).double()
+    return counts
 
 
 @torch.no_grad()
@@ -314,10 +181,12 @@ def update(
         The same on every rank. Means over the optimizer steps of this iteration (0 where there was none):
         `loss/policy`, `loss/value`, `loss/entropy`, `ppo/kl`, `ppo/clip_fraction`, `ppo/grad_norm`. Further
         `ppo/first_log_ratio` (largest before the first step), `ppo/steps`, `ppo/skipped` (steps left out because loss
-        or gradient was not finite), `ppo/kl_stop` (1 if the KL ended it early).
+        or gradient was not finite), `ppo/kl_stop` (1 if the KL ended it early). Of a policy that tells parts of its
+        decisions apart also `ppo/clip_fraction/<part>`.
     """
     unit_step = unit_step.to(accelerator.device)
     totals = dict.fromkeys(_MEANS, 0.0)
+    parts: dict[str, Tensor] = {}
     steps = skipped = 0
     stopped = False
     first_log_ratio: float | None = None
@@ -326,7 +195,7 @@ def update(
             counts = _global_counts(accelerator, batch, index, unit_step, options)
             if counts["rows"] == 0:
                 continue
-            sums = _backward(accelerator, model, batch, index, options, unit_step, counts, train_policy)
+            sums, counted = _backward(accelerator, model, batch, index, options, unit_step, counts, train_policy)
             if first_log_ratio is None:
                 first_log_ratio = global_max(accelerator, sums["log_ratio_max"])
             means = _global_means(accelerator, sums, counts)
@@ -343,12 +212,16 @@ def update(
                 steps += 1
                 for name, x in {**means, "ppo/grad_norm": norm}.items():
                     totals[name] += x
+                parts = {name: x + parts.get(name, 0.0) for name, x in counted.items()}
             else:
                 skipped += 1
             optimizer.zero_grad(set_to_none=True)
         if stopped:
             break
     metrics = {name: x / max(steps, 1) for name, x in totals.items()}
+    summed = global_sum(accelerator, *parts.values()) if parts else ()
+    for name, (clipped, count) in zip(parts, summed, strict=True):
+        metrics[f"ppo/clip_fraction/{name}"] = float(clipped / max(count, 1.0))
     return {
         **metrics,
         "ppo/first_log_ratio": first_log_ratio or 0.0,
@@ -377,9 +250,10 @@ def _backward(
     unit_step: Tensor,
     counts: dict[str, float],
     train_policy: bool,
-) -> dict[str, float]:
-    """Accumulate the gradient of one minibatch; returns this rank's sums."""
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Accumulate the gradient of one minibatch; returns this rank's sums, and those of `LossSums.parts`."""
     sums = {"policy": 0.0, "value": 0.0, "entropy": 0.0, "kl": 0.0, "clipped": 0.0, "log_ratio_max": 0.0}
+    parts: dict[str, Tensor] = {}
     for micro, weight, last in micro_batches(accelerator, batch, index, options.micro_batch_size):
         with _sync(accelerator, model, last):
             part = ppo_loss(model(micro.inputs, micro.trace), micro, unit_step, options)
@@ -393,7 +267,8 @@ def _backward(
             for name in sums:
                 x = float(getattr(part, name).detach())
                 sums[name] = max(sums[name], x) if name == "log_ratio_max" else sums[name] + x
-    return sums
+        parts = {name: weight * x + parts.get(name, 0.0) for name, x in part.parts.items()}
+    return sums, parts
 
 
 def _sync(accelerator: Accelerator, model: nn.Module, last: bool) -> AbstractContextManager:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vla_accel.batch import Kept
 from vla_accel.envs.base import read_idle, read_step, stack_final, to_observation
 from vla_accel.policies.base import Policy
 from vla_accel.types import Episode, Observation, PolicySample, Rollout, TensorDict
@@ -87,6 +88,7 @@ def collect(
         A rollout on the CPU.
     """
     steps: list[dict] = []
+    kept = Kept(policy.keep_bytes // (num_decisions * envs.num_envs))
     episodes: list[Episode] = []
     finals: list[tuple[int, int, dict]] = []
     voided, state.voided = state.voided, 0
@@ -94,7 +96,7 @@ def collect(
     for t in range(num_decisions):
         with seconds.measure("policy"):
             inputs = policy.prepare(state.obs)
-            sample = act(model, inputs, device)
+            sample = kept.strip(act(model, inputs, device))
         with seconds.measure("env"):
             obs, reward, terminated, truncated, infos = envs.step(_for_env(sample.action, envs))
             info = read_step(infos, envs.num_envs)
@@ -117,7 +119,9 @@ def collect(
         state.obs, state.idle = to_observation(obs, envs.instructions), info.idle
     with seconds.measure("policy"):
         next_value = _next_values(model, policy, envs, steps, state, finals, device)
-    return _stack(steps, next_value, episodes, voided, seconds.total)
+    rollout = _stack(steps, next_value, episodes, voided, seconds.total)
+    rollout.kept = kept.rows
+    return rollout
 
 
 def act(model: nn.Module, inputs: TensorDict, device: torch.device, *, greedy: bool = False) -> PolicySample:
@@ -128,6 +132,7 @@ def act(model: nn.Module, inputs: TensorDict, device: torch.device, *, greedy: b
         trace={name: x.cpu() for name, x in sample.trace.items()},
         log_prob=sample.log_prob.cpu(),
         value=sample.value.cpu(),
+        kept=sample.kept,
     )
 
 

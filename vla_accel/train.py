@@ -16,6 +16,7 @@ import gymnasium as gym
 import torch
 
 from vla_accel.advantages import gae, normalize
+from vla_accel.batch import make_batch
 from vla_accel.checkpoint import check_same_options, export_policy, find_checkpoint, load_checkpoint, save_checkpoint
 from vla_accel.config import EnvConfig, PPOConfig, PPOOptions, to_dict
 from vla_accel.distributed import (
@@ -32,7 +33,7 @@ from vla_accel.evaluate import can_film, evaluate, film
 from vla_accel.modes import rollout_mode, train_mode
 from vla_accel.policies import load_policy, peek_policy
 from vla_accel.policies.base import Policy, PolicySpec
-from vla_accel.ppo import make_batch, rescore, update
+from vla_accel.ppo import rescore, update
 from vla_accel.rollout import Seconds, collect, start
 from vla_accel.rules import check
 from vla_accel.track import (
@@ -174,6 +175,7 @@ def train(config: PPOConfig) -> dict[str, Any]:
                 )  # fmt: skip
             except RuntimeError as error:  # the run is worth more than one checkpoint; the one before is still there
                 say(f"warning: {error} The run goes on.")
+        del rollout, batch  # what the policy kept of them would lie beside that of the next rollout
         progress.step(success=f"{metrics['rollout/success']:.2f}", kl=f"{metrics['ppo/kl']:.3f}")
     progress.close()
     envs.close()

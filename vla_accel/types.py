@@ -72,12 +72,29 @@ class PolicySample:
         trace: what must be kept to score the decision again: a dict of tensors `[N, ...]`.
         log_prob: float32 `[N, U]`, log-density of each unit under the sampling distribution (nats).
         value: float32 `[N]`, estimate of the discounted return from this decision on.
+        kept: what scoring these decisions need not compute again, since training does not change it: a dict of tensors
+            `[N, ...]`, on the device. The loop hands its rows back among the inputs, under the same names, or does
+            not; sizes may differ from one decision to the next, and rows are then padded with zeros at their ends.
     """
 
     action: torch.Tensor
     trace: TensorDict
     log_prob: torch.Tensor
     value: torch.Tensor
+    kept: TensorDict = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitGroups:
+    """Parts of a decision about which metrics are reported apart, such as the denoising steps of a flow.
+
+    Attributes:
+        names: of the parts, the same for every batch.
+        index: int64 `[B, U]`, which of them each unit belongs to.
+    """
+
+    names: tuple[str, ...]
+    index: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +105,13 @@ class PolicyScore:
         log_prob: float32 `[B, U]`, log-density of each stored unit (nats).
         entropy: float32 `[B, U]` (nats), or None where the policy's entropy has no closed form.
         value: float32 `[B]`.
+        groups: parts of the decisions to report about, or None.
     """
 
     log_prob: torch.Tensor
     entropy: torch.Tensor | None
     value: torch.Tensor
+    groups: UnitGroups | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +166,8 @@ class Rollout:
         episodes: the episodes that ended in this rollout, in the order they ended.
         voided: episodes lost to a simulator that raised, died or hung; their jobs were played again.
         seconds: wall time by phase, e.g. `{"policy": 1.2, "env": 0.4}`.
+        kept: `PolicySample.kept` of row `t * N + n`, without the batch dimension and where the policy made it; empty
+            where the policy keeps nothing, or more than it may.
     """
 
     inputs: TensorDict
@@ -162,3 +183,4 @@ class Rollout:
     episodes: list[Episode] = field(default_factory=list)
     voided: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    kept: list[TensorDict] = field(default_factory=list)

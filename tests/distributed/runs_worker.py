@@ -16,12 +16,13 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from tests.distributed.distributed_worker import start, whole
 from tests.distributed.launch import Checks
 from tests.helpers.decisions import rollout_of
+from vla_accel.batch import make_batch
 from vla_accel.cli import parse_args
 from vla_accel.config import PPOConfig, PPOOptions, default_policy
 from vla_accel.distributed import gather_objects, prepare_policy, seed_weights
 from vla_accel.modes import train_mode
 from vla_accel.policies import load_policy
-from vla_accel.ppo import make_batch, rescore, update
+from vla_accel.ppo import rescore, update
 from vla_accel.train import train
 
 RUN = (
@@ -73,7 +74,11 @@ class Alone:
         return torch.nn.utils.clip_grad_norm_(parameters, norm)
 
 
-def updates(wrapper: str, keep, *, shift=(), options=None, before=None):
+def shipped():
+    return load_policy("openvla", default_policy("openvla"), suite="tabletop")
+
+
+def updates(wrapper: str, keep, *, shift=(), options=None, load=shipped, own=lambda rollout, _: rollout):
     """Update the sharded policy on this rank's part of a rollout, and a plain one on all of it.
 
     Args:
@@ -81,12 +86,13 @@ def updates(wrapper: str, keep, *, shift=(), options=None, before=None):
         keep: for each rank, how many of its decisions are valid.
         shift: for each rank, added to its old log-probs after they were scored again.
         options: of PPO.
-        before: called with the prepared model first.
+        load: makes the policy, the same on every rank.
+        own: changes this rank's part of the rollout, given it and the rank.
     """
     accelerator = start(wrapper)
     rank = accelerator.process_index
     seed_weights(0)
-    policy = load_policy("openvla", default_policy("openvla"), suite="tabletop")
+    policy = load()
     plain = copy.deepcopy(policy)
     rollout = rollout_of(plain, num_decisions=4, num_envs=2 * len(keep))
     draw = torch.Generator().manual_seed(1)
@@ -98,10 +104,10 @@ def updates(wrapper: str, keep, *, shift=(), options=None, before=None):
     options = options or PPOOptions(minibatch_size=8, micro_batch_size=2, epochs=1)
     model, optimizer = prepare_policy(accelerator, policy, learning_rate=1e-3, make_optimizer=torch.optim.SGD)
     assert isinstance(model, (FSDPModule, FullyShardedDataParallel)) == (wrapper != "ddp")
-    own = slice_of(rollout, 2 * rank)
+    part = own(slice_of(rollout, 2 * rank), rank)
     results = []
     for who, target, steps, mine, first in (
-        (accelerator, model, optimizer, own, 2 * rank),
+        (accelerator, model, optimizer, part, 2 * rank),
         (Alone(), plain, torch.optim.SGD(trainable(plain), lr=1e-3), rollout, 0),
     ):
         columns = slice(first, first + mine.valid.shape[1])
@@ -128,7 +134,9 @@ def slice_of(rollout, first):
 
     fields = {name: cut(x) for name, x in vars(rollout).items() if isinstance(x, torch.Tensor)}
     nested = {name: {key: cut(x) for key, x in getattr(rollout, name).items()} for name in ("inputs", "trace")}
-    return type(rollout)(**fields, **nested)
+    num_envs = rollout.valid.shape[1]
+    kept = [row for place, row in enumerate(rollout.kept) if first <= place % num_envs < first + 2]
+    return type(rollout)(**fields, **nested, kept=kept)
 
 
 def assert_like_one_process(done) -> None:

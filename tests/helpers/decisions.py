@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from vla_accel.ppo import make_batch
+from vla_accel.batch import Kept, make_batch
 from vla_accel.rollout import act
 from vla_accel.types import Observation, Rollout
 
@@ -33,7 +33,8 @@ def rollout_of(policy, *, num_decisions=3, num_envs=4, seed=0):
     draw = torch.Generator().manual_seed(seed)
     policy.fit_instructions(list(INSTRUCTIONS))
     inputs = [policy.prepare(observation(num_envs, seed=seed + t)) for t in range(num_decisions)]
-    samples = [act(policy, x, torch.device("cpu")) for x in inputs]
+    kept = Kept(policy.keep_bytes // (num_decisions * num_envs))
+    samples = [kept.strip(act(policy, x, torch.device("cpu"))) for x in inputs]
     shape = (num_decisions, num_envs)
     executed = torch.randint(1, policy.chunk_size + 1, shape, generator=draw)
     valid = torch.ones(shape, dtype=torch.bool)
@@ -49,6 +50,7 @@ def rollout_of(policy, *, num_decisions=3, num_envs=4, seed=0):
         terminated=torch.zeros(shape, dtype=torch.bool),
         truncated=torch.zeros(shape, dtype=torch.bool),
         valid=valid,
+        kept=kept.rows,
     )
 
 

@@ -8,53 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.pi0 import KINDS, SMALL
 from safetensors.torch import load_file, save_file
 
+from vla_accel.batch import unit_mask
 from vla_accel.cli import parse_args
 from vla_accel.config import Pi0PolicyConfig, PolicyConfig, PPOConfig, PPOOptions, SFTConfig
-from vla_accel.models.pi0.tiny import make_tiny_pi0, range_statistics
+from vla_accel.models.pi0.tiny import make_tiny_pi0
 from vla_accel.policies import load_policy, peek_policy
-from vla_accel.ppo import unit_mask
 from vla_accel.train import check_run
 from vla_accel.types import Observation
 
 ROOT = Path(__file__).parents[2]
-SMALL = {
-    "layers": 2, "width": 32, "mlp_dim": 64, "expert_width": 32, "expert_mlp_dim": 64, "vision_width": 32,
-    "num_heads": 4, "image_size": 32, "chunk": 3, "state_dim": 8,
-}  # fmt: skip
-KINDS = {
-    "one step": {},
-    "all steps": {"noise_steps": "all"},
-    "learned": {"noise": "learned"},
-    "learned, all": {"noise": "learned", "noise_steps": "all"},
-}
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("pi0")
-    statistics = range_statistics(state=([-1.0] * 8, [1.0] * 8), action=([-2.0] * 7, [1.0] * 7))
-    return {
-        variant: make_tiny_pi0(root / variant, variant=variant, statistics=statistics, **SMALL)
-        for variant in ("pi0", "pi05")
-    }
-
-
-@pytest.fixture
-def make(folders):
-    """A policy whose velocity, deviation and value all depend on what it sees."""
-
-    def make(variant="pi0", **options):
-        torch.manual_seed(0)
-        policy = load_policy(variant, Pi0PolicyConfig(path=str(folders[variant]), value_hidden=8, **options))
-        with torch.no_grad():
-            heads = [policy.model.action_out_proj, policy.value_head.out]
-            for head in heads + ([policy.noise_head.out] if policy.noise_head else []):
-                torch.nn.init.normal_(head.weight, std=0.3)
-        return policy
-
-    return make
 
 
 def observe(rows, seed=0):
@@ -99,7 +64,7 @@ def test_log_probabilities_are_those_of_the_recorded_transition(make):
     inputs, sample = act(policy, rows=8)
     step = sample.trace["step"][:, 0]
     assert len(step.unique()) > 1  # each decision draws its own
-    cache, state, _ = policy._observe(inputs)
+    cache, state, *_ = policy._observe(inputs)
     x, x_next = sample.trace["x"][:, 0], sample.trace["x_next"][:, 0]
     time = 1 - step / 4
     velocity = policy.model.velocity(cache, state, x, time.float())
@@ -220,12 +185,11 @@ def test_a_demonstration_scores_as_flow_matching(make):
     inputs = policy.prepare(observe(4))
     actions = torch.rand(4, 3, 7) * 3 - 2
     trace = policy.encode_demonstration(actions)
-    loss = policy.model.loss(
-        **policy.processor.model_inputs(inputs),
-        actions=policy.processor.normalize_actions(actions),
-        noise=trace["noise"],
-        time=trace["time"],
-    )
+    observed = policy.processor.model_inputs(inputs)
+    state = observed.pop("state")
+    target = policy.processor.normalize_actions(actions)
+    cache = policy.model.prefix_cache(**observed)
+    loss = policy.model(cache, state, target, noise=trace["noise"], time=trace["time"])
     score = policy(inputs, trace)
     torch.testing.assert_close(-2 * score.log_prob.mean(), loss, atol=1e-6, rtol=1e-5)
     with pytest.raises(ValueError, match=r"--sft\.smoothing must be 0 "):
@@ -263,9 +227,9 @@ def test_an_option_of_tokens_is_not_an_option_of_flows(capsys):
     assert "--policy.temperature is an option of openvla, openvla-oft, not of the" in capsys.readouterr().err
 
 
-def test_the_checkpoint_must_be_of_the_model_chosen(folders):
+def test_the_checkpoint_must_be_of_the_model_chosen(pi0_folders):
     with pytest.raises(ValueError, match=r"^--model must be pi05, as the checkpoint .* is, but is 'pi0'\."):
-        peek_policy("pi0", Pi0PolicyConfig(path=str(folders["pi05"])))
+        peek_policy("pi0", Pi0PolicyConfig(path=str(pi0_folders["pi05"])))
 
 
 def test_an_openvla_checkpoint_is_not_a_pi0(tiny_openvla):
@@ -278,7 +242,7 @@ def test_without_a_shipped_checkpoint_one_must_be_given():
         peek_policy("pi0", Pi0PolicyConfig())
 
 
-def test_a_missing_tokenizer_is_one_sentence_and_a_given_one_is_read(folders, tmp_path):
+def test_a_missing_tokenizer_is_one_sentence_and_a_given_one_is_read(pi0_folders, tmp_path):
     make_tiny_pi0(tmp_path / "bare", **SMALL)
     (tmp_path / "bare" / "tokenizer").rename(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match=r"needs a tokenizer .* tokenizer/ folder"):
@@ -305,14 +269,14 @@ def test_flat_statistics_are_refused_unless_told_what_to_do(tmp_path):
         (["--ppo.entropy_coef", "0.1"], r"^--ppo\.entropy_coef must be 0, since pi0's entropy .*but is 0\.1"),
     ],
 )
-def test_what_cannot_work_with_the_checkpoint_is_refused_before_loading(folders, words, message):
-    config = parse_args(PPOConfig, ["--model", "pi0", "--policy.path", str(folders["pi0"]), *words])
+def test_what_cannot_work_with_the_checkpoint_is_refused_before_loading(pi0_folders, words, message):
+    config = parse_args(PPOConfig, ["--model", "pi0", "--policy.path", str(pi0_folders["pi0"]), *words])
     with pytest.raises(ValueError, match=message):
         check_run(config)
 
 
-def test_learned_noise_may_have_an_entropy_bonus(folders):
-    policy = Pi0PolicyConfig(path=str(folders["pi0"]), noise="learned")
+def test_learned_noise_may_have_an_entropy_bonus(pi0_folders):
+    policy = Pi0PolicyConfig(path=str(pi0_folders["pi0"]), noise="learned")
     assert check_run(PPOConfig(model="pi0", policy=policy, ppo=PPOOptions(entropy_coef=0.1))).has_entropy
 
 
@@ -338,9 +302,9 @@ def run_script(name, words, output):
     return output
 
 
-def test_two_iterations_of_ppo_run_and_their_policy_loads(folders, tmp_path):
+def test_two_iterations_of_ppo_run_and_their_policy_loads(pi0_folders, tmp_path):
     words = (
-        f"--model pi0 --policy.path {folders['pi0']} {RUN} --rollout.num_decisions 4 --ppo.minibatch_size 4 "
+        f"--model pi0 --policy.path {pi0_folders['pi0']} {RUN} --rollout.num_decisions 4 --ppo.minibatch_size 4 "
         "--run.iterations 2 --run.video_episodes 0 --run.trackers none --policy.value_hidden 8"
     )
     output = run_script("ppo_vla.py", words, tmp_path / "run")
@@ -351,9 +315,9 @@ def test_two_iterations_of_ppo_run_and_their_policy_loads(folders, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["pi0", "pi05"])
-def test_imitation_runs_by_the_same_script(folders, tmp_path, variant):
+def test_imitation_runs_by_the_same_script(pi0_folders, tmp_path, variant):
     words = (
-        f"--model {variant} --policy.path {folders[variant]} --policy.freeze_vlm False {RUN} "
+        f"--model {variant} --policy.path {pi0_folders[variant]} --policy.freeze_vlm False {RUN} "
         "--data.episodes 4 --sft.steps 3 --sft.batch_size 4"
     )
     output = run_script("sft_vla.py", words, tmp_path / "run")

@@ -50,9 +50,12 @@ class Policy(nn.Module):
         unit_step: int64 buffer `[U]` in `[0, K)`: the environment step of the chunk that a unit acts on.
         streams: sources of sampling noise, CPU generators, one per environment of this rank; see `seed`.
         shard_units: names of the layer classes that sharding wraps one by one.
+        keep_bytes: how much of a rollout, all decisions of this rank together, the loop may store of
+            `PolicySample.kept`. If it is more, nothing is stored.
     """
 
     shard_units: ClassVar[tuple[str, ...]] = ()
+    keep_bytes: int = 0
 
     chunk_size: int
     action_dim: int
@@ -96,7 +99,8 @@ class Policy(nn.Module):
         """Act on inputs, or score stored decisions.
 
         Args:
-            inputs: what `prepare` returned, `[B, ...]`, on the model's device.
+            inputs: what `prepare` returned, `[B, ...]`, on the model's device; to score, perhaps also the rows of
+                the samples' `kept`, which then need not be computed again.
             trace: None to act; the `trace` of earlier samples, `[B, ...]`, to score them.
             greedy: act with the most likely action instead of a sample.
 

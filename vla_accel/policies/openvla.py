@@ -6,13 +6,10 @@ Usage: `policy = OpenVLAPolicy(model, processor, unnorm_key=None, temperature=1.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vla_accel.config import OFTPolicyConfig, PolicyConfig
@@ -20,13 +17,9 @@ from vla_accel.models import load_vla, peek_vla, save_vla, share_weights
 from vla_accel.models.openvla.actions import OFT_EPS, ActionStatistics, ActionTokenizer
 from vla_accel.policies import token
 from vla_accel.policies.base import Policy, PolicySpec, ValueHead
+from vla_accel.policies.folders import EMBEDDED, VALUE_HEAD_FILE, load_head, part_of, save_head, value_width
 from vla_accel.rules import check
 from vla_accel.types import Observation, PolicySample, PolicyScore, TensorDict
-
-EMBEDDED = Path(__file__).parent.parent / "assets"
-"""Folder of the small checkpoints that ship with the package, one per model name."""
-
-VALUE_HEAD_FILE = "value_head.safetensors"
 
 
 def peek(model: str, config: PolicyConfig, suite: str | None) -> PolicySpec:
@@ -62,12 +55,10 @@ def load(model: str, config: PolicyConfig, suite: str | None) -> OpenVLAPolicy:
         unnorm_key=config.unnorm_key,
         suite=suite,
         temperature=config.temperature,
-        value_hidden=config.value_hidden or _stored_value_width(path) or 256,
+        value_hidden=value_width(path, config.value_hidden),
         value_detach=config.value_detach,
     )
-    head = Path(path) / VALUE_HEAD_FILE
-    if head.exists():
-        policy.value_head.load_state_dict(load_file(head))
+    load_head(policy.value_head, path, VALUE_HEAD_FILE)
     return policy.eval()
 
 
@@ -89,18 +80,7 @@ def _check_fits(model: str, config: PolicyConfig, path: str, vla: Any) -> None:
         f"must be openvla-oft, since the checkpoint {path} decodes its actions in parallel",
         model,
     )
-    stored = _stored_value_width(path)
-    rule = f"must be {stored}, the width of the value head in {path}"
-    check(config.value_hidden in (None, stored) or stored is None, "policy.value_hidden", rule, config.value_hidden)
-
-
-def _stored_value_width(path: str) -> int | None:
-    """Width of the value head in a checkpoint, None where it has none."""
-    head = Path(path) / VALUE_HEAD_FILE
-    if not head.exists():
-        return None
-    with safe_open(head, framework="pt") as file:
-        return file.get_slice("fc1.weight").get_shape()[0]
+    value_width(path, config.value_hidden)
 
 
 class OpenVLAPolicy(Policy):
@@ -207,12 +187,9 @@ class OpenVLAPolicy(Policy):
 
     def save(self, folder: str, state_dict: TensorDict) -> None:
         """See the base class: a folder of the original layout, and the value head in a file of its own."""
-        weights = {name.removeprefix("model."): x for name, x in state_dict.items() if name.startswith("model.")}
-        head = {name.removeprefix("value_head."): x for name, x in state_dict.items() if name.startswith("value_head.")}
-        save_vla(self.model, self.processor, folder, state_dict=weights)
-        if head:
-            save_file({name: x.contiguous() for name, x in head.items()}, Path(folder) / VALUE_HEAD_FILE)
-            share_weights(folder)
+        save_vla(self.model, self.processor, folder, state_dict=part_of(state_dict, "model."))
+        save_head(state_dict, "value_head.", folder, VALUE_HEAD_FILE)
+        share_weights(folder)
 
     def _act(self, inputs: TensorDict, greedy: bool) -> PolicySample:
         log_probs: list[Tensor] = []

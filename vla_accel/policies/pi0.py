@@ -9,21 +9,19 @@ read what it left.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from vla_accel.config import Pi0PolicyConfig
 from vla_accel.models import load_vla, peek_vla, save_vla, share_weights
+from vla_accel.models.pi0.prefix import PrefixCache
 from vla_accel.policies import flow
 from vla_accel.policies.base import Policy, PolicySpec, ValueHead
-from vla_accel.policies.openvla import EMBEDDED, VALUE_HEAD_FILE
+from vla_accel.policies.folders import EMBEDDED, VALUE_HEAD_FILE, load_head, part_of, save_head, value_width
 from vla_accel.rules import check
-from vla_accel.types import Observation, PolicySample, PolicyScore, TensorDict
+from vla_accel.types import Observation, PolicySample, PolicyScore, TensorDict, UnitGroups
 
 NOISE_HEAD_FILE = "noise_head.safetensors"
 
@@ -31,6 +29,9 @@ KIND_OF = {"sde": "sde", "learned": "noise"}
 """`policy.noise` -> kind of transition in `flow`."""
 DEFAULT_LEVEL = {"sde": 0.5, "learned": 0.16}
 """`policy.noise` -> noise level; after arXiv 2510.25889."""
+DEFAULT_CACHE_GB = 8.0
+KEPT = "prefix."
+"""Begins the names of what is kept of the language model's pass."""
 
 
 def peek(model: str, config: Pi0PolicyConfig, suite: str | None) -> PolicySpec:  # noqa: ARG001 - one signature for all
@@ -70,12 +71,12 @@ def load(model: str, config: Pi0PolicyConfig, suite: str | None) -> Pi0Policy:  
         noise=config.noise,
         noise_level=config.noise_level,
         every_step=config.noise_steps == "all",
-        value_hidden=config.value_hidden or _stored_value_width(path) or 256,
+        value_hidden=value_width(path, config.value_hidden),
         value_detach=config.value_detach,
+        prefix_cache_gb=DEFAULT_CACHE_GB if config.prefix_cache_gb is None else config.prefix_cache_gb,
     )
-    for head, name in ((policy.value_head, VALUE_HEAD_FILE), (policy.noise_head, NOISE_HEAD_FILE)):
-        if head is not None and (Path(path) / name).exists():
-            head.load_state_dict(load_file(Path(path) / name))
+    load_head(policy.value_head, path, VALUE_HEAD_FILE)
+    load_head(policy.noise_head, path, NOISE_HEAD_FILE)
     return policy.eval()
 
 
@@ -92,18 +93,7 @@ def _check_fits(model: str, config: Pi0PolicyConfig, path: str, vla: Any) -> Non
     """Raise a `ValueError` if a checkpoint's configuration `vla` or its value head contradicts the options."""
     variant = getattr(vla, "variant", "openvla")
     check(variant == model, "model", f"must be {variant}, as the checkpoint {path} is", model)
-    stored = _stored_value_width(path)
-    rule = f"must be {stored}, the width of the value head in {path}"
-    check(config.value_hidden in (None, stored) or stored is None, "policy.value_hidden", rule, config.value_hidden)
-
-
-def _stored_value_width(path: str) -> int | None:
-    """Width of the value head in a checkpoint, None where it has none."""
-    head = Path(path) / VALUE_HEAD_FILE
-    if not head.exists():
-        return None
-    with safe_open(head, framework="pt") as file:
-        return file.get_slice("fc1.weight").get_shape()[0]
+    value_width(path, config.value_hidden)
 
 
 class NoiseHead(nn.Module):
@@ -138,6 +128,8 @@ class Pi0Policy(Policy):
     `flow.Chain`. Greedy actions follow the flow without noise from one fixed start, the same for every observation;
     their log-probability and trace are 0.
     The value is read from the language model's mean output and the robot state, which no denoising step changes.
+    What a frozen vision-language model left of an observation is kept for the update, if there is room for it: keys,
+    values and mean output.
 
     Args:
         model: a `Pi0Model`.
@@ -149,6 +141,8 @@ class Pi0Policy(Policy):
         every_step: all denoising steps are random.
         value_hidden: width of the value head.
         value_detach: whether the value head is cut off from the trunk.
+        prefix_cache_gb: gigabytes per rollout for what is kept; unused where a weight of the vision-language model is
+            trained.
 
     Raises:
         ValueError: when the checkpoint has no statistics.
@@ -167,6 +161,7 @@ class Pi0Policy(Policy):
         every_step: bool = False,
         value_hidden: int = 256,
         value_detach: bool = True,
+        prefix_cache_gb: float = DEFAULT_CACHE_GB,
     ):
         super().__init__()
         config = model.config
@@ -179,6 +174,8 @@ class Pi0Policy(Policy):
         self.num_steps, self.kind, self.every_step = num_steps, KIND_OF[noise], every_step
         self.noise_level = DEFAULT_LEVEL[noise] if noise_level is None else noise_level
         self.model, self.processor = model, processor
+        frozen = not any(p.requires_grad for p in model.paligemma_with_expert.paligemma.parameters())
+        self.keep_bytes = int(prefix_cache_gb * 1e9) if frozen else 0
         feature_dim = config.vlm["width"] + config.max_state_dim
         self.value_head = ValueHead(feature_dim, hidden_dim=value_hidden, detach=value_detach)
         width, padded = config.expert["width"], config.max_action_dim
@@ -208,7 +205,7 @@ class Pi0Policy(Policy):
         if trace is None:
             with torch.no_grad():
                 return self._act(inputs, greedy)
-        cache, state, value = self._observe(inputs)
+        cache, state, value, _ = self._observe(inputs)
         if "time" in trace:  # imitation; see encode_demonstration
             return PolicyScore(log_prob=self._imitate(cache, state, trace), entropy=None, value=value)
         log_prob, entropy = [], []
@@ -221,7 +218,13 @@ class Pi0Policy(Policy):
             if spread is not None:
                 entropy.append(self._units(spread))
         return PolicyScore(
-            log_prob=torch.cat(log_prob, 1), entropy=torch.cat(entropy, 1) if entropy else None, value=value
+            log_prob=torch.cat(log_prob, 1),
+            entropy=torch.cat(entropy, 1) if entropy else None,
+            value=value,
+            groups=UnitGroups(
+                names=tuple(f"step_{step}" for step in range(self.num_steps)),
+                index=trace["step"].repeat_interleave(self.chunk_size * self.action_dim, 1),
+            ),
         )
 
     def encode_demonstration(self, action: Tensor, *, smoothing: float = 0.0) -> TensorDict:
@@ -236,18 +239,13 @@ class Pi0Policy(Policy):
 
     def save(self, folder: str, state_dict: TensorDict) -> None:
         """See the base class: a folder of LeRobot's layout, and each head in a file of its own."""
-
-        def part(prefix: str) -> TensorDict:
-            return {k.removeprefix(prefix): x.contiguous() for k, x in state_dict.items() if k.startswith(prefix)}
-
-        save_vla(self.model, self.processor, folder, state_dict=part("model."))
-        for prefix, name in (("value_head.", VALUE_HEAD_FILE), ("noise_head.", NOISE_HEAD_FILE)):
-            if head := part(prefix):
-                save_file(head, Path(folder) / name)
+        save_vla(self.model, self.processor, folder, state_dict=part_of(state_dict, "model."))
+        save_head(state_dict, "value_head.", folder, VALUE_HEAD_FILE)
+        save_head(state_dict, "noise_head.", folder, NOISE_HEAD_FILE)
         share_weights(folder)
 
     def _act(self, inputs: TensorDict, greedy: bool) -> PolicySample:
-        cache, state, value = self._observe(inputs)
+        cache, state, value, kept = self._observe(inputs)
         step = self.model.stepper(cache, state)
         rows, size = len(state), tuple(self.greedy_start.shape)
         if greedy:
@@ -256,7 +254,7 @@ class Pi0Policy(Policy):
             count = len(self.unit_step) // (self.chunk_size * self.action_dim)
             zeros = torch.zeros(rows, count, *size, device=state.device)
             index = torch.zeros(rows, count, dtype=torch.int64, device=state.device)
-            trace, log_prob = {"x": zeros, "x_next": zeros, "step": index}, zeros
+            trace, log_prob, kept = {"x": zeros, "x_next": zeros, "step": index}, zeros, {}
         else:
             if len(self.streams) != rows:
                 raise RuntimeError(
@@ -274,16 +272,21 @@ class Pi0Policy(Policy):
             action, log_prob = chain.action, chain.log_prob
             trace = {"x": chain.x, "x_next": chain.x_next, "step": chain.step}
         action = self.processor.unnormalize_actions(action)
-        return PolicySample(action=action, trace=trace, log_prob=self._units(log_prob), value=value)
+        return PolicySample(action=action, trace=trace, log_prob=self._units(log_prob), value=value, kept=kept)
 
-    def _observe(self, inputs: TensorDict) -> tuple[Any, Tensor, Tensor]:
-        """What the vision-language model leaves for the expert, the normalised state, and the value."""
-        observed = self.processor.model_inputs(inputs)
-        state = observed.pop("state")
-        cache = self.model.prefix_cache(**observed, with_output=True)
-        value = self.value_head(torch.cat([cache.mean_output(), state], 1))
-        cache.output = None
-        return cache, state, value
+    def _observe(self, inputs: TensorDict) -> tuple[PrefixCache, Tensor, Tensor, TensorDict]:
+        """What the vision-language model leaves for the expert, the normalised state, the value, and what to keep."""
+        kept = {name: x for name, x in inputs.items() if name.startswith(KEPT)}
+        state = inputs["state"]
+        if not kept:
+            observed = self.processor.model_inputs(inputs)
+            del observed["state"]
+            cache = self.model.prefix_cache(**observed, with_output=True)
+            kept = {KEPT + name: getattr(cache, name) for name in ("keys", "values", "mask")}
+            kept[KEPT + "mean"] = cache.mean_output()
+        cache = PrefixCache(*(kept[KEPT + name] for name in ("keys", "values", "mask")))
+        value = self.value_head(torch.cat([kept[KEPT + "mean"], state], 1))
+        return cache, state, value, kept if self.keep_bytes else {}
 
     def _read(self, velocity: Tensor, feature: Tensor) -> tuple[Tensor, Tensor | None]:
         """The expert's answer as `flow` takes it: velocity and, where it is learned, the standard deviation."""
