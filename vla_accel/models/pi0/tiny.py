@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from tokenizers import Regex, Tokenizer
@@ -81,10 +82,18 @@ def range_statistics(
     return {STATE_KEY: entry(*state), ACTION_KEY: entry(*action)}
 
 
+def tabletop_statistics() -> Statistics:
+    """Statistics for the embedded simulator: where its gripper goes, and how fast an expert of half speed moves it."""
+    low = [-0.25, -0.25, 0.0, -1.0, -1.0, -1.6, -0.04, -0.04]
+    high = [0.25, 0.25, 0.3, 1.0, 1.0, 1.6, 0.04, 0.04]
+    pace = [0.6] * 3 + [1.0] * 4
+    return range_statistics(state=(low, high), action=([-x for x in pace], pace))
+
+
 def make_tiny_pi0(
     folder: str | Path,
     *,
-    variant: str = "pi0",
+    variant: Literal["pi0", "pi05"] = "pi0",
     chunk: int = 10,
     seed: int = 0,
     image_size: int = 48,
@@ -103,6 +112,9 @@ def make_tiny_pi0(
     rename: dict[str, str] | None = None,
     state_dim: int = 8,
     action_dim: int = 7,
+    max_state_dim: int = 32,
+    max_action_dim: int = 32,
+    min_period: float = 4e-3,
     num_steps: int = 10,
     prompt_length: int | None = None,
     statistics: Statistics | None = None,
@@ -134,9 +146,14 @@ def make_tiny_pi0(
         rename: a robot's camera name -> one of `cameras`.
         state_dim: entries of the robot state.
         action_dim: entries of an action.
+        max_state_dim: width of the state after padding.
+        max_action_dim: D, width of an action after padding.
+        min_period: shortest period of the time embedding. The original's sees steps in flow time of a thousandth,
+            which a model that learns from scratch takes for noise.
         num_steps: denoising steps by default.
         prompt_length: L, prompt tokens. None: 16, and 48 for PI0.5, whose prompt holds the state.
-        statistics: as of `range_statistics`. None: everything in [-1, 1].
+        statistics: as of `range_statistics`. None: those of the embedded simulator, or everything in [-1, 1] where
+            its state (8) or action (7) has another width.
         tasks: instructions whose words get tokens of their own.
         dtype: of the stored weights.
 
@@ -165,6 +182,9 @@ def make_tiny_pi0(
         vocab_size=-(-len(tokenizer) // 64) * 64,
         image_size=image_size,
         chunk_size=chunk,
+        max_state_dim=max_state_dim,
+        max_action_dim=max_action_dim,
+        min_period=min_period,
         num_inference_steps=num_steps,
         tokenizer_max_length=prompt_length or (48 if variant == "pi05" else 16),
         input_features={
@@ -173,9 +193,9 @@ def make_tiny_pi0(
         },
         output_features={ACTION_KEY: {"type": "ACTION", "shape": [action_dim]}},
     )
-    statistics = statistics or range_statistics(
-        state=([-1.0] * state_dim, [1.0] * state_dim), action=([-1.0] * action_dim, [1.0] * action_dim)
-    )
+    ends = {"state": ([-1.0] * state_dim, [1.0] * state_dim), "action": ([-1.0] * action_dim, [1.0] * action_dim)}
+    if statistics is None:
+        statistics = tabletop_statistics() if (state_dim, action_dim) == (8, 7) else range_statistics(**ends)
     renames = {IMAGE_PREFIX + old: IMAGE_PREFIX + new for old, new in (rename or {}).items()}
     pipelines = Pipelines(statistics=statistics, rename_map=renames)
     with torch.random.fork_rng(devices=[]):
