@@ -3,7 +3,7 @@
 Sharded training gathers each layer for each forward, on all ranks in step. A rollout cannot keep step: episodes end
 when they end. `rollout_mode` gathers everything once, in the dtype forwards compute in, and keeps it until the end.
 
-Not here: building and sharding models (`distributed.py`), and collecting a rollout (`rollout.py`).
+Not here: preparing and sharding models (`distributed.py`, `sharding.py`), and collecting a rollout (`rollout.py`).
 Usage: `with rollout_mode(model): sample = model(inputs)`; always call the prepared model itself.
 """
 

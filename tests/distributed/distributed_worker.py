@@ -143,7 +143,7 @@ def warns_without_wrapping(wrapper: str) -> None:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("vla_accel.distributed").addHandler(handler)
+    logging.getLogger("vla_accel.sharding").addHandler(handler)
     prepare_policy(accelerator, TinyPolicy(), learning_rate=1e-3)
     assert accelerator.process_index or any("TRANSFORMER_BASED_WRAP" in text for text in records), records
 

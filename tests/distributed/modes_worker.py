@@ -29,9 +29,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.launch import Checks
 from tests.distributed.models import Block, TinyPolicy, TowerBlock, batch, loss_of, raises
-from vla_accel.distributed import check_sharding, global_sum, make_accelerator, policy_of, prepare_policy, seed_weights
+from vla_accel.distributed import global_sum, make_accelerator, policy_of, prepare_policy, seed_weights
 from vla_accel.modes import full_params, rollout_mode, train_mode
 from vla_accel.roll_call import meet
+from vla_accel.sharding import check_sharding
 
 STEPS = (4, 9, 6, 5)
 """Forwards per rank in a rollout: as uneven as episodes are."""

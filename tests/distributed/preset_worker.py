@@ -9,8 +9,9 @@ import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from tests.distributed.models import TinyPolicy, batch, loss_of
-from vla_accel.distributed import check_sharding, global_sum, make_accelerator, prepare_policy, seed_weights
+from vla_accel.distributed import global_sum, make_accelerator, prepare_policy, seed_weights
 from vla_accel.modes import full_params, rollout_mode, train_mode
+from vla_accel.sharding import check_sharding
 
 
 def main() -> None:
