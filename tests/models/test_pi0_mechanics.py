@@ -131,7 +131,7 @@ def test_selected_rows_of_a_cache_score_like_the_rows():
 
 def test_only_the_weights_that_no_action_reads_are_frozen():
     net = copy.deepcopy(model("pi0"))
-    net.loss(*OBSERVATION, STATE, ACTIONS, noise=NOISE, time=TIME).backward()
+    net(net.prefix_cache(*OBSERVATION), STATE, ACTIONS, noise=NOISE, time=TIME).backward()
     without = {name for name, p in net.named_parameters() if p.grad is None}
     assert without == {name for name, p in net.named_parameters() if not p.requires_grad}
     frozen = {id(p) for p in net.output_only_parameters()}
@@ -150,11 +150,9 @@ def test_loss_averages_the_real_action_columns():
     net = model("pi0")
     options = {"noise": NOISE, "time": TIME}
     with torch.no_grad():
-        each = net.loss(*OBSERVATION, STATE, ACTIONS, reduction="none", **options)
-        torch.testing.assert_close(net.loss(*OBSERVATION, STATE, ACTIONS, **options), each[..., :7].mean())
-        assert torch.equal(
-            net(*OBSERVATION, STATE, ACTIONS, **options), net.loss(*OBSERVATION, STATE, ACTIONS, **options)
-        )
+        cache = net.prefix_cache(*OBSERVATION)
+        each = net(cache, STATE, ACTIONS, reduction="none", **options)
+        torch.testing.assert_close(net(cache, STATE, ACTIONS, **options), each[..., :7].mean())
 
 
 @both
@@ -167,7 +165,7 @@ def test_gradient_checkpointing_changes_no_gradient(variant):
             assert net.language_model.gradient_checkpointing
             assert net.expert.gradient_checkpointing
             assert net.vision_tower.gradient_checkpointing
-        net.loss(*OBSERVATION, STATE, ACTIONS, noise=NOISE, time=TIME).backward()
+        net(net.prefix_cache(*OBSERVATION), STATE, ACTIONS, noise=NOISE, time=TIME).backward()
         grads.append([p.grad for p in net.parameters() if p.grad is not None])
     for plain, recomputed in zip(*grads, strict=True):
         torch.testing.assert_close(recomputed, plain)
@@ -276,4 +274,4 @@ def test_number_of_steps_is_checked(options, message):
 
 def test_reduction_is_checked():
     with pytest.raises(ValueError, match="reduction must be mean or none, but is 'sum'"):
-        model("pi0").loss(*OBSERVATION, STATE, ACTIONS, reduction="sum")
+        model("pi0")(model("pi0").prefix_cache(*OBSERVATION), STATE, ACTIONS, reduction="sum")

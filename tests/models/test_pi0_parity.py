@@ -104,7 +104,8 @@ def test_velocity_and_its_features_match(variant):
 
 @torch.no_grad()
 def test_loss_matches(variant):
-    loss = model(variant).loss(*OBSERVATION, STATE, ACTIONS, noise=NOISE, time=TIME, reduction="none")
+    net = model(variant)
+    loss = net(net.prefix_cache(*OBSERVATION), STATE, ACTIONS, noise=NOISE, time=TIME, reduction="none")
     close(loss, outputs(variant)["loss_elem"], 5e-5)
 
 
@@ -124,7 +125,7 @@ def test_sampled_actions_match_openpi(variant, num_steps, atol, tmp_path):
 
 def test_gradients_match(variant):
     net, expected = load_double(variant).float(), outputs(variant)
-    net.loss(*OBSERVATION, STATE, ACTIONS, noise=NOISE, time=TIME, reduction="none").mean().backward()
+    net(net.prefix_cache(*OBSERVATION), STATE, ACTIONS, noise=NOISE, time=TIME, reduction="none").mean().backward()
     gradients = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
     gradients[EMBEDDING], gradients[PATCHES] = gradients[EMBEDDING][embedding_ids()], gradients[PATCHES][:8]
     names = [name.removeprefix("grad.") for name in expected if name.startswith("grad.")]

@@ -302,12 +302,9 @@ class Pi0Model(PreTrainedModel):
         drawn = torch.rand(count, generator=generator, device=device) ** (1 / config.time_sampling_beta_alpha)
         return drawn * config.time_sampling_scale + config.time_sampling_offset
 
-    def loss(
+    def forward(
         self,
-        images: Tensor,
-        image_mask: Tensor,
-        tokens: Tensor,
-        token_mask: Tensor,
+        cache: PrefixCache,
         state: Tensor,
         actions: Tensor,
         *,
@@ -319,10 +316,7 @@ class Pi0Model(PreTrainedModel):
         """Flow-matching loss: squared error of the velocity at a random point between noise and action.
 
         Args:
-            images: of `embed_prefix`.
-            image_mask: of `embed_prefix`.
-            tokens: of `embed_prefix`.
-            token_mask: of `embed_prefix`.
+            cache: of the observations, B rows.
             state: of `denoise`.
             actions: float32 `[B, H, D]`, normalised and padded.
             noise: standard normal of the same shape. None: drawn.
@@ -340,10 +334,5 @@ class Pi0Model(PreTrainedModel):
         if time is None:
             time = self.sample_time(len(actions), generator=generator, device=actions.device)
         x = time[:, None, None] * noise + (1 - time[:, None, None]) * actions
-        cache = self.prefix_cache(images, image_mask, tokens, token_mask)
         error = (self.velocity(cache, state, x, time) - (noise - actions)).square()
         return error if reduction == "none" else error[..., : self.config.action_dim].mean()
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The training loss; see `loss`."""
-        return self.loss(*args, **kwargs)
