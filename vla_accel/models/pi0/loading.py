@@ -214,14 +214,19 @@ def index_weights(folder: Path, variant: str) -> dict[str, tuple[Path, str]]:
     return found
 
 
+def _shapes(config: Pi0Config) -> dict[str, torch.Size]:
+    """Names and shapes of a model's tensors."""
+    with torch.device("meta"):
+        return {name: parameter.shape for name, parameter in Pi0Model(config).named_parameters()}
+
+
 def check_weights(folder: Path, config: Pi0Config) -> dict[str, tuple[Path, str]]:
     """Compare names and shapes with the model's, reading no weight; returns `index_weights`.
 
     Raises:
         ValueError: weights are missing, left over or of another shape.
     """
-    with torch.device("meta"):
-        wanted = {name: parameter.shape for name, parameter in Pi0Model(config).named_parameters()}
+    wanted = _shapes(config)
     found = index_weights(folder, config.variant)
     missing, left_over = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     if missing or left_over:
@@ -315,7 +320,7 @@ def save_model(
         return
     folder = Path(folder)
     weights = dict(state_dict if state_dict is not None else model.state_dict())
-    expected = set(model.state_dict())
+    expected = _shapes(model.config).keys()  # a sharded model's own `state_dict` needs all ranks
     if weights.keys() != expected:
         raise ValueError(
             f"state_dict must have the model's {len(expected)} entries, but differs in "
