@@ -1,5 +1,6 @@
 """PPO's loss against numbers worked out by hand, and the properties of an update that any policy must keep."""
 
+import dataclasses
 import math
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from vla_accel.batch import Batch, make_batch, minibatches, unit_mask
 from vla_accel.config import PPOOptions
 from vla_accel.ppo import ppo_loss, reduce_units
-from vla_accel.types import PolicyScore, Rollout
+from vla_accel.types import PolicyScore, Rollout, UnitGroups
 
 NAN = float("nan")
 UNIT_STEP = torch.tensor([0, 0, 1, 1])  # two environment steps of two units each
@@ -157,6 +158,24 @@ def test_the_value_clip_takes_the_worse_of_clipped_and_unclipped():
     torch.testing.assert_close(sums.value.item(), (1.4**2 + 3.0**2 + 0.9**2) / 2, rtol=1e-6, atol=0)
     sums.value.backward()
     torch.testing.assert_close(outcome.value.grad, torch.tensor([0.0, 3.0, -0.9]))
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        # Clipped are unit 0 of the first decision (1.5 > 1.3) and unit 1 of the second (0.5 < 0.8, and bad).
+        ("unit", {"a": [1.0, 3.0], "b": [1.0, 3.0]}),
+        # Of three steps the second decision's is clipped: 1.5 * 0.5 = 0.75 < 0.8. Each has units of both parts.
+        ("step", {"a": [1.0, 3.0], "b": [1.0, 3.0]}),
+        ("chunk", {"a": [1.0, 2.0], "b": [1.0, 2.0]}),
+    ],
+)
+def test_clipped_ratios_are_counted_for_each_part_of_a_decision(level, expected):
+    groups = UnitGroups(names=("a", "b"), index=torch.tensor([0, 1, 0, 1]).expand(2, 4))
+    outcome = dataclasses.replace(score(logs(RATIOS)), groups=groups)
+    options = PPOOptions(clip_low=0.2, clip_high=0.3, ratio_level=level)
+    sums = ppo_loss(outcome, batch(executed=[2, 1], advantage=[2.0, -1.0]), UNIT_STEP, options)
+    assert {name: counts.tolist() for name, counts in sums.parts.items()} == expected
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -18,10 +18,10 @@ KINDS = {
 }
 
 
-def make_folder(folder, variant="pi0"):
+def make_folder(folder, variant="pi0", **options):
     """Write the checkpoint."""
     statistics = range_statistics(state=([-1.0] * 8, [1.0] * 8), action=([-2.0] * 7, [1.0] * 7))
-    return make_tiny_pi0(folder, variant=variant, statistics=statistics, **SMALL)
+    return make_tiny_pi0(folder, variant=variant, statistics=statistics, **SMALL, **options)
 
 
 def make_policy(folder, variant="pi0", **options):

@@ -31,11 +31,9 @@ class Spy:
         self.count[name] += 1
 
 
-def run(accelerator, policy, batch, **options):
-    """One plain gradient step over the whole batch at learning rate 1, and its metrics."""
-    model, optimizer = prepare_policy(
-        accelerator, policy, learning_rate=1.0, value_learning_rate=1.0, make_optimizer=torch.optim.SGD
-    )
+def run(accelerator, policy, batch, *, rate=1.0, **options):
+    """One plain gradient step over the whole batch, and its metrics."""
+    model, optimizer = prepare_policy(accelerator, policy, learning_rate=rate, make_optimizer=torch.optim.SGD)
     options = PPOOptions(**{"epochs": 1, "micro_batch_size": 4, "max_grad_norm": 0.0, **options})
     with train_mode(model):
         metrics = rescore(accelerator, model, batch, options)
@@ -87,6 +85,37 @@ def test_gradients_agree_to_a_millionth_of_their_norm(make):
         grads.append(torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]).double())
     assert float((grads[0] - grads[1]).norm() / grads[1].norm()) < 1e-6
     assert float(grads[1].norm()) > 0.1
+
+
+@pytest.mark.parametrize("freeze", [True, False])
+def test_gradient_checkpointing_changes_no_update(make, accelerator, freeze):
+    after = []
+    for recompute in (False, True):
+        policy = make(freeze_vlm=freeze, gradient_checkpointing=recompute)
+        spy = Spy(policy)
+        run(accelerator, policy, batch_of(policy), rate=1e-3)
+        assert (spy.count["language"] == 0) == freeze
+        assert policy.model.expert.gradient_checkpointing == recompute
+        after.append({name: p.detach().clone() for name, p in policy.named_parameters()})
+    for name, x in after[0].items():
+        torch.testing.assert_close(after[1][name], x, rtol=1e-5, atol=1e-5)
+
+
+def test_each_denoising_step_reports_its_share_of_clipped_ratios(make, accelerator):
+    policy = make()
+    batch = batch_of(policy)
+    late = batch.trace["step"][:, 0] == 3
+    assert 0 < late.sum() < len(batch)
+    batch.advantage = torch.ones(len(batch))
+    model, optimizer = prepare_policy(accelerator, policy, learning_rate=0.0, make_optimizer=torch.optim.SGD)
+    batch.old_log_prob[late] -= 1.0  # ratios of e, which a good action clips
+    with train_mode(model):
+        metrics = update(
+            accelerator, model, optimizer, batch, PPOOptions(epochs=2), unit_step=policy.unit_step, num_minibatches=2,
+            seed=0,
+        )  # fmt: skip
+    shares = [metrics[f"ppo/clip_fraction/step_{step}"] for step in range(4)]
+    assert shares == [0.0, 0.0, 0.0, 1.0]
 
 
 def test_decisions_with_prompts_of_different_lengths_are_joined_exactly(make):
