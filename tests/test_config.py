@@ -82,6 +82,7 @@ BAD = {
     "sft.learning_rate": NOT_POSITIVE,
     "sft.muon_learning_rate": NEGATIVE,
     "sft.smoothing": NEGATIVE,
+    "sft.repeats": NOT_A_COUNT,
     "sft.instruction_dropout": [*NEGATIVE, 1.1],
     "sft.lr_warmup": NEGATIVE_COUNT,
     "sft.weight_decay": NEGATIVE,

@@ -4,6 +4,7 @@ A run's outcome is everything it leaves but for times and names: metrics, result
 built from (classes, counts of forwards), where an option is about how and not what is computed.
 """
 
+import dataclasses
 import hashlib
 import importlib
 import json
@@ -11,11 +12,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from helpers.pi0 import make_folder as make_pi0_folder
 from safetensors.torch import load_file, save_file
 
 from vla_accel.cli import options, parse_args
 from vla_accel.commands import record_demos
 from vla_accel.config import POLICY_OPTIONS, PPOConfig, RecordConfig, SFTConfig
+from vla_accel.models.pi0.tiny import TASKS, tiny_pi0_tokenizer
 
 SIMULATOR = "--env.name helpers.wandering_env:Wandering --env.options image_size 32"
 PPO = (
@@ -81,6 +85,22 @@ PPO_CASES = {
     "run.trackers": ("--run.trackers tensorboard", ""),
     "run.video_episodes": ("--run.video_episodes 1", ""),
 }
+PI0 = f"{PPO} --policy.path {{root}}/pi0"
+PI0_CASES = {
+    "policy.path": ("--policy.path {root}/pi0-other", ""),
+    "policy.dtype": ("--policy.dtype bfloat16", ""),
+    "policy.gradient_checkpointing": ("--policy.gradient_checkpointing True", ""),
+    "policy.value_hidden": ("--policy.value_hidden 9", ""),
+    "policy.value_detach": ("--policy.value_detach False", "--policy.freeze_vlm False"),
+    "policy.tokenizer": ("--policy.tokenizer {root}/words", ""),
+    "policy.num_steps": ("--policy.num_steps 3", ""),
+    "policy.noise": ("--policy.noise learned", "--policy.noise_level 0.5"),
+    "policy.noise_level": ("--policy.noise_level 0.3", ""),
+    "policy.noise_steps": ("--policy.noise_steps all", ""),
+    "policy.freeze_vlm": ("--policy.freeze_vlm False", ""),
+    "policy.prefix_cache_gb": ("--policy.prefix_cache_gb 0", ""),
+    "policy.constant_dims": ("--policy.constant_dims exact", "--policy.path {root}/flat --policy.constant_dims unit"),
+}
 SFT_CASES = {
     "data.path": ("--data.path {root}/demos --data.episodes 2000", ""),
     "data.episodes": ("--data.episodes 5", ""),
@@ -91,6 +111,7 @@ SFT_CASES = {
     "sft.learning_rate": ("--sft.learning_rate 1e-2", ""),
     "sft.muon_learning_rate": ("--sft.muon_learning_rate 0.02", ""),
     "sft.smoothing": ("--sft.smoothing 1.0", ""),
+    "sft.repeats": ("--sft.repeats 2", "--model pi0 --policy.path {root}/pi0"),
     "sft.instruction_dropout": ("--sft.instruction_dropout 1.0", ""),
     "sft.lr_warmup": ("--sft.lr_warmup 2", ""),
     "sft.weight_decay": ("--sft.weight_decay 0.5", ""),
@@ -98,7 +119,7 @@ SFT_CASES = {
     "sft.steps": ("--sft.steps 2", ""),
     "sft.batch_size": ("--sft.batch_size 5", ""),
 }
-QUICK = ("ppo.gamma", "ppo.micro_batch_size", "run.save_every", "sft.batch_size")
+QUICK = ("policy.prefix_cache_gb", "ppo.gamma", "ppo.micro_batch_size", "run.save_every", "sft.batch_size")
 """What the default tests look at; the rest is marked slow."""
 
 
@@ -106,6 +127,8 @@ def test_every_option_has_a_case():
     for kind, cases in ((PPOConfig, PPO_CASES), (SFTConfig, {**PPO_CASES, **SFT_CASES})):
         names = [name for name, _ in options(kind, policy=POLICY_OPTIONS["openvla-oft"]) if name != "model"]
         assert [name for name in names if name not in cases] == []
+    names = [f"policy.{option.name}" for option in dataclasses.fields(POLICY_OPTIONS["pi0"])]
+    assert [name for name in names if name not in PI0_CASES] == []
 
 
 def cases(table):
@@ -119,6 +142,12 @@ def cases(table):
 def test_an_option_of_ppo_changes_the_run(option, changed, shared, outcome):
     model = "--model openvla-oft"
     words = f"{model} {PPO} {shared}"
+    assert outcome(PPOConfig, words) != outcome(PPOConfig, f"{words} {changed}")
+
+
+@pytest.mark.parametrize(("option", "changed", "shared"), cases(PI0_CASES))
+def test_an_option_of_pi0_changes_the_run(option, changed, shared, outcome):
+    words = f"--model pi0 {PI0} {shared}"
     assert outcome(PPOConfig, words) != outcome(PPOConfig, f"{words} {changed}")
 
 
@@ -151,6 +180,12 @@ def places(tiny_openvla_oft, tmp_path_factory):
     narrow = json.loads(json.dumps(statistics).replace("1.0", "0.5"))
     (root / "keys" / "dataset_statistics.json").write_text(json.dumps({"first": statistics, "second": narrow}))
     record_demos(parse_args(RecordConfig, f"--out {root}/demos --data.episodes 2 {SIMULATOR}".split()))
+    make_pi0_folder(root / "pi0")
+    make_pi0_folder(root / "pi0-other", seed=1)
+    make_pi0_folder(root / "flat")
+    for file in (root / "flat").glob("*normalizer_processor.safetensors"):
+        save_file({**load_file(file), "action.std": torch.tensor([0.0, *[0.5] * 6])}, file)
+    tiny_pi0_tokenizer(["other", "words", "first", *TASKS]).save_pretrained(root / "words")
     places = {"root": root, "tiny": tiny_openvla_oft}
     _run(PPOConfig, f"--model openvla-oft {PPO} --run.save_every 1 --run.output_dir {root}/resumable", places, "")
     shutil.rmtree(root / "resumable" / "checkpoints" / "000002")
@@ -217,7 +252,8 @@ def _watch(patch, module):
 
     def look_at_policy(policy, _):
         built["checkpointing"] = any(getattr(module, "gradient_checkpointing", False) for module in policy.modules())
-        policy.register_forward_hook(lambda *_: built.update(forwards=built["forwards"] + 1))
+        for module in policy.modules():
+            module.register_forward_hook(lambda *_: built.update(forwards=built["forwards"] + 1))
 
     watched("load_policy", look_at_policy)
     watched("make_accelerator", lambda _, options: built.update(timeout_s=options["timeout_s"]))

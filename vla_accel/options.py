@@ -340,6 +340,9 @@ class SFTOptions:
     """Frames per optimizer step, over all processes together."""
     smoothing: float = 0.0
     """Spread each target over its neighbours, standard deviation in bins. Helps to learn from scratch. 0: not."""
+    repeats: int = 1
+    """PI0 and PI0.5: points of the flow at which each frame is learned. The vision-language model runs once for all of
+    them, so more cost little."""
     instruction_dropout: float = 0.0
     """Share of the frames whose instruction is hidden, so that the policy knows what to do without one."""
 
@@ -347,7 +350,7 @@ class SFTOptions:
         check_numbers("sft", self, "learning_rate", above=0)
         check_numbers("sft", self, "muon_learning_rate", "weight_decay", "max_grad_norm", "smoothing")
         check_shares("sft", self, "instruction_dropout")
-        check_counts("sft", self, "steps", "batch_size", least=1)
+        check_counts("sft", self, "steps", "batch_size", "repeats", least=1)
         check_counts("sft", self, "lr_warmup", least=0)
 
 

@@ -43,6 +43,8 @@ def finetune(config: SFTConfig) -> dict[str, Any]:
     """
     config = dataclasses.replace(config, env=for_model(config.env, config.model))
     spec = peek_policy(config.model, config.policy, suite=config.env.name)
+    rule = f"must be 0, since {config.model}'s actions have no bins to spread a target over"
+    check(spec.has_bins or config.sft.smoothing == 0, "sft.smoothing", rule, config.sft.smoothing)
     check_env_fits(config.env, spec)
     output = make_output_dir(config.run.output_dir, default=f"sft-{config.model}-{config.env.name}")
     accelerator = make_accelerator(timeout_s=config.run.timeout_s, shard_units=spec.shard_units)
@@ -141,9 +143,8 @@ def _step(
     for row in np.flatnonzero(hidden < options.instruction_dropout):
         obs.instructions[row] = ""
     inputs = policy.prepare(obs)
-    trace = policy.encode_demonstration(
-        torch.from_numpy(demos.chunk(own, policy.chunk_size)), smoothing=options.smoothing
-    )
+    action = torch.from_numpy(demos.chunk(own, policy.chunk_size))
+    trace = policy.encode_demonstration(action, smoothing=options.smoothing, repeats=options.repeats)
     device = accelerator.device
     score = model({k: x.to(device) for k, x in inputs.items()}, {k: x.to(device) for k, x in trace.items()})
     units = options.batch_size * score.log_prob.shape[1]

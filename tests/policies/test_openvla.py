@@ -127,6 +127,8 @@ def test_a_demonstration_is_scored_as_the_action_nearest_to_it(make_policy, mode
     wild = policy.encode_demonstration(torch.full_like(sample.action, 99.0))["bins"]
     assert wild.shape == bins.shape
     assert bool((wild == 0).all())
+    with pytest.raises(ValueError, match=r"--sft\.repeats must be 1 for tokens"):
+        policy.encode_demonstration(sample.action, repeats=2)
 
 
 # --------------------------------------------------------------------------------------------------------------------

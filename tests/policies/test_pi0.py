@@ -16,6 +16,8 @@ from vla_accel.cli import parse_args
 from vla_accel.config import Pi0PolicyConfig, PolicyConfig, PPOConfig, PPOOptions, SFTConfig
 from vla_accel.models.pi0.tiny import make_tiny_pi0
 from vla_accel.policies import load_policy, peek_policy
+from vla_accel.policies.pi0 import Pi0Policy
+from vla_accel.sft import finetune
 from vla_accel.train import check_run
 from vla_accel.types import Observation
 
@@ -137,6 +139,19 @@ def test_only_learned_noise_has_an_entropy(make):
     assert low < float(entropy.min()) < float(entropy.max()) < high
 
 
+@pytest.mark.parametrize("every_step", [False, True])
+def test_without_noise_log_probs_and_gradients_are_0_and_not_nan(make, every_step):
+    made = make()
+    policy = Pi0Policy(made.model, made.processor, noise_level=0.0, every_step=every_step)
+    inputs, sample = act(policy)
+    score = policy(inputs, sample.trace)
+    (score.log_prob.sum() + score.value.sum()).backward()
+    assert not sample.log_prob.any()
+    assert not score.log_prob.any()
+    assert not any(p.grad.any() for p in policy.model.parameters() if p.grad is not None)
+    assert sample.action.isfinite().all()
+
+
 def test_the_value_depends_on_picture_and_state(make):
     policy = make()
     inputs = policy.prepare(observe(2))
@@ -180,18 +195,21 @@ def test_an_exported_policy_loads_bit_equal(make, tmp_path, noise):
     assert torch.equal(act(again)[1].action, act(policy)[1].action)
 
 
-def test_a_demonstration_scores_as_flow_matching(make):
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_a_demonstration_scores_as_flow_matching_at_each_of_its_points(make, repeats):
     policy = make()
     inputs = policy.prepare(observe(4))
     actions = torch.rand(4, 3, 7) * 3 - 2
-    trace = policy.encode_demonstration(actions)
+    trace = policy.encode_demonstration(actions, repeats=repeats)
     observed = policy.processor.model_inputs(inputs)
     state = observed.pop("state")
     target = policy.processor.normalize_actions(actions)
     cache = policy.model.prefix_cache(**observed)
-    loss = policy.model(cache, state, target, noise=trace["noise"], time=trace["time"])
-    score = policy(inputs, trace)
-    torch.testing.assert_close(-2 * score.log_prob.mean(), loss, atol=1e-6, rtol=1e-5)
+    score = policy(inputs, trace).log_prob.view(4, repeats, 3 * 7)
+    for point in range(repeats):
+        loss = policy.model(cache, state, target, noise=trace["noise"][:, point], time=trace["time"][:, point])
+        torch.testing.assert_close(-2 * score[:, point].mean(), loss, atol=1e-6, rtol=1e-5)
+    assert len(trace["time"].unique()) == 4 * repeats
     with pytest.raises(ValueError, match=r"--sft\.smoothing must be 0 "):
         policy.encode_demonstration(actions, smoothing=1.0)
 
@@ -210,6 +228,8 @@ def test_a_demonstration_scores_as_flow_matching(make):
         ("noise_level", 0.0),
         ("noise_level", float("nan")),
         ("noise_steps", "two"),
+        ("prefix_cache_gb", -1.0),
+        ("prefix_cache_gb", float("nan")),
         ("constant_dims", "zero"),
         ("value_detach", False),
         ("value_hidden", 0),
@@ -219,6 +239,12 @@ def test_a_demonstration_scores_as_flow_matching(make):
 def test_a_bad_option_is_refused_by_name_rule_and_value(name, value):
     with pytest.raises(ValueError, match=rf"^--policy\.{name} must .*but is {value!r}\."):
         Pi0PolicyConfig(**{name: value})
+
+
+def test_a_prefix_that_is_trained_cannot_be_kept():
+    with pytest.raises(ValueError, match=r"^--policy\.prefix_cache_gb must be 0 .*--policy\.freeze_vlm.*but is 2\.0"):
+        Pi0PolicyConfig(freeze_vlm=False, prefix_cache_gb=2.0)
+    assert Pi0PolicyConfig(freeze_vlm=False, prefix_cache_gb=0.0).prefix_cache_gb == 0
 
 
 def test_an_option_of_tokens_is_not_an_option_of_flows(capsys):
@@ -311,6 +337,13 @@ def test_two_iterations_of_ppo_run_and_their_policy_loads(pi0_folders, tmp_path)
     metrics = (output / "metrics.jsonl").read_text().splitlines()
     assert len(metrics) == 2
     assert peek_policy("pi0", Pi0PolicyConfig(path=str(output / "policy"))).chunk_size == 3
+
+
+def test_smoothing_is_refused_before_anything_is_loaded(pi0_folders, monkeypatch):
+    monkeypatch.setattr("vla_accel.sft.load_policy", lambda *_, **__: pytest.fail("it was loaded"))
+    words = f"--model pi0 --policy.path {pi0_folders['pi0']} --sft.smoothing 1.0"
+    with pytest.raises(ValueError, match=r"^--sft\.smoothing must be 0, since pi0's .*but is 1\.0"):
+        finetune(parse_args(SFTConfig, words.split()))
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ class PolicySpec:
         shard_units: as in `Policy`.
         embedded: whether it is the one that ships with the package.
         has_entropy: whether the entropy depends on the weights, so that a bonus on it does something.
+        has_bins: whether actions are drawn from bins, to whose neighbours an imitated target can spread.
     """
 
     path: str
@@ -35,6 +36,7 @@ class PolicySpec:
     shard_units: tuple[str, ...]
     embedded: bool
     has_entropy: bool = True
+    has_bins: bool = True
 
 
 class Policy(nn.Module):
@@ -109,12 +111,13 @@ class Policy(nn.Module):
         """
         raise TypeError(f"{type(self).__name__} does not define forward")
 
-    def encode_demonstration(self, action: torch.Tensor, *, smoothing: float = 0.0) -> TensorDict:
+    def encode_demonstration(self, action: torch.Tensor, *, smoothing: float = 0.0, repeats: int = 1) -> TensorDict:
         """The trace with which the policy would have taken these actions, for imitation.
 
         Args:
             action: float32 `[B, K, A]`, in environment units.
             smoothing: how far a target spreads to its neighbours, in the policy's own resolution (bins). 0: not.
+            repeats: how many times each row is drawn anew, for a policy whose traces of a demonstration are random.
 
         Returns:
             A trace `[B, ...]`, to be scored by `forward`. Where the policy's own log-probability is of no use for
@@ -122,7 +125,7 @@ class Policy(nn.Module):
             then the only field that counts, and `value` only keeps the value head in the graph.
 
         Raises:
-            ValueError: for a smoothing that the policy has no use for.
+            ValueError: for a smoothing or repeats that the policy has no use for.
         """
         raise TypeError(f"{type(self).__name__} cannot score demonstrations")
 

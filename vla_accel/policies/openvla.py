@@ -176,8 +176,9 @@ class OpenVLAPolicy(Policy):
             log_prob = token.likelihood(logits, trace["target"])
         return PolicyScore(log_prob=log_prob, entropy=entropy, value=self.value_head(states[:, 0]))
 
-    def encode_demonstration(self, action: Tensor, *, smoothing: float = 0.0) -> TensorDict:
+    def encode_demonstration(self, action: Tensor, *, smoothing: float = 0.0, repeats: int = 1) -> TensorDict:
         """See the base class. Actions outside the statistics' range are clipped to its ends."""
+        check(repeats == 1, "sft.repeats", "must be 1 for tokens, since nothing about their score is random", repeats)
         normalized = self.statistics.normalize(action.cpu().double().numpy())
         ids = self.tokenizer.encode(normalized).reshape(len(action), -1)
         bins = torch.from_numpy(ids - self.tokenizer.begin)

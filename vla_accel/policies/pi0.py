@@ -46,6 +46,7 @@ def peek(model: str, config: Pi0PolicyConfig, suite: str | None) -> PolicySpec: 
         shard_units=Pi0Policy.shard_units,
         embedded=config.path is None,
         has_entropy=config.noise == "learned",
+        has_bins=False,
     )
 
 
@@ -227,15 +228,17 @@ class Pi0Policy(Policy):
             ),
         )
 
-    def encode_demonstration(self, action: Tensor, *, smoothing: float = 0.0) -> TensorDict:
-        """A point of the flow towards the actions, with noise and time from torch's global generator.
+    def encode_demonstration(self, action: Tensor, *, smoothing: float = 0.0, repeats: int = 1) -> TensorDict:
+        """Points of the flow towards the actions, with noise and time from torch's global generator.
 
-        The score of such a trace has, as `log_prob` `[B, K * A]`, minus half the squared error of the velocity: its
-        log-density under unit variance, but for a constant. So raising it is flow matching.
+        The score of such a trace has, as `log_prob` `[B, repeats * K * A]`, minus half the squared error of the
+        velocity: its log-density under unit variance, but for a constant. So raising it is flow matching.
         """
         check(smoothing == 0, "sft.smoothing", "must be 0 for a flow policy, which has no bins", smoothing)
         target = self.processor.normalize_actions(action.cpu())
-        return {"action": target, "noise": torch.randn_like(target), "time": self.model.sample_time(len(target))}
+        noise = torch.randn(len(target), repeats, *target.shape[1:])
+        time = self.model.sample_time(len(target) * repeats).view(-1, repeats)
+        return {"action": target, "noise": noise, "time": time}
 
     def save(self, folder: str, state_dict: TensorDict) -> None:
         """See the base class: a folder of LeRobot's layout, and each head in a file of its own."""
@@ -296,13 +299,15 @@ class Pi0Policy(Policy):
         return velocity, flow.learned_std(raw, low=self.noise_level / 2, high=self.noise_level)
 
     def _imitate(self, cache: Any, state: Tensor, trace: TensorDict) -> Tensor:
-        time = trace["time"][:, None, None]
-        x = time * trace["noise"] + (1 - time) * trace["action"]
-        velocity, std = self._read(*self.model.denoise(cache, state, x, trace["time"]))
-        error = (velocity - (trace["noise"] - trace["action"])).square()
+        rows, repeats = trace["time"].shape
+        row = torch.arange(rows, device=state.device).repeat_interleave(repeats)
+        time, noise, action = trace["time"].flatten(), trace["noise"].flatten(0, 1), trace["action"][row]
+        x = torch.lerp(action, noise, time[:, None, None])
+        velocity, std = self._read(*self.model.denoise(cache.select(row), state[row], x, time))
+        error = (velocity - (noise - action)).square()
         if std is not None:
             error = error + 0.0 * std  # data parallelism waits for every parameter's gradient
-        return self._units(-0.5 * error)
+        return self._units(-0.5 * error.unflatten(0, (rows, repeats)))
 
     def _units(self, x: Tensor) -> Tensor:
         """Elements of the model's actions, `[B, ..., H, D]`, to units `[B, U]`."""
