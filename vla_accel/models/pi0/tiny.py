@@ -34,6 +34,9 @@ TASKS = tuple(
 )
 """Instructions whose words get tokens of their own unless a checkpoint is made for other texts."""
 
+LEVELS = range(-1, 256)
+"""Numbers that PI0.5's prompt may hold."""
+
 _PIECES = r"\n|[A-Za-z]+|-?[0-9]+|[^A-Za-z0-9\s]"
 
 
@@ -46,7 +49,7 @@ def tiny_pi0_tokenizer(tasks: Iterable[str] = TASKS) -> PreTrainedTokenizerFast:
         tasks: instructions to have tokens for.
     """
     text = " ".join(["Task: , State: ; Action: . - '", *tasks])
-    words = sorted(set(re.findall(_PIECES, text)) | {str(number) for number in range(-1, 256)})
+    words = sorted(set(re.findall(_PIECES, text)) | {str(number) for number in LEVELS})
     vocab = {piece: index for index, piece in enumerate([*SPECIAL, *words])}
     tokenizer = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Split(Regex(_PIECES), behavior="removed", invert=True)
@@ -83,10 +86,10 @@ def range_statistics(
 
 
 def tabletop_statistics() -> Statistics:
-    """Statistics for the embedded simulator: where its gripper goes, and how fast an expert of half speed moves it."""
+    """Statistics for the embedded simulator: where its gripper goes, and how fast a slow expert moves it."""
     low = [-0.25, -0.25, 0.0, -1.0, -1.0, -1.6, -0.04, -0.04]
     high = [0.25, 0.25, 0.3, 1.0, 1.0, 1.6, 0.04, 0.04]
-    pace = [0.6] * 3 + [1.0] * 4
+    pace = [0.3] * 3 + [1.0] * 4
     return range_statistics(state=(low, high), action=([-x for x in pace], pace))
 
 
@@ -202,6 +205,8 @@ def make_tiny_pi0(
         torch.manual_seed(seed)
         model = Pi0Model(config)
         init_for_training(model)
+        rows = model.get_input_embeddings().weight
+        rows.data[tokenizer.convert_tokens_to_ids([str(number) for number in LEVELS])] = _numbers(rows.shape[1])
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(parameter_dtype(name, dtype))
     save_pi0(model, Pi0Processor(config, tokenizer, pipelines=pipelines), folder)
@@ -235,6 +240,12 @@ def init_for_training(model: Pi0Model) -> None:
     model.action_out_proj.weight.zero_()
     positions = model.vision_tower.embeddings.position_embedding.weight
     positions.copy_(_sines(round(len(positions) ** 0.5), positions.shape[1]))
+
+
+def _numbers(dim: int) -> Tensor:
+    """Embeddings of `LEVELS`, `[257, dim]`: sines of the number, so that near ones are alike; rows have norm 1."""
+    angles = torch.tensor(LEVELS)[:, None] / 85 * 10 ** torch.linspace(0, 1, dim // 2)  # half a turn to five
+    return torch.cat([angles.sin(), angles.cos()], dim=1) / (dim // 2) ** 0.5
 
 
 def _sines(side: int, dim: int) -> Tensor:
