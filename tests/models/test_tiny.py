@@ -207,6 +207,13 @@ def test_options_reach_the_checkpoint(tmp_path):
     assert f'"{SPACE}fly"' in (folder / "tokenizer.json").read_text()
 
 
+def test_ranges_of_state_and_action_make_statistics(tmp_path):
+    folder = make_tiny_openvla(tmp_path, **OFT, action_dim=4, proprio_low=(-1.0, 0.5), proprio_high=(1.0, 2.5))
+    statistics = ActionStatistics.from_norm_stats(json.loads((folder / "config.json").read_text())["norm_stats"])
+    assert statistics.mask.tolist() == [True] * 3 + [False]
+    np.testing.assert_allclose(statistics.normalize_proprio(np.array([0.0, 2.0])), [0.0, 0.5], rtol=0, atol=1e-8)
+
+
 def test_default_statistics_leave_actions_unchanged():
     statistics = ActionStatistics.from_norm_stats(tabletop_statistics())
     actions = np.linspace(-0.9, 0.9, 7)

@@ -149,8 +149,11 @@ def make_tiny_openvla(
     num_images: int = 1,
     use_proprio: bool = False,
     use_film: bool = False,
+    action_dim: int = 7,
+    proprio_low: Sequence[float] = (-1.0,) * 8,
+    proprio_high: Sequence[float] = (1.0,) * 8,
     statistics: dict[str, Any] | None = None,
-    tasks: Iterable[str] = TASK_WORDS,
+    tasks: Sequence[str] = TASK_WORDS,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Path:
     """Write an untrained OpenVLA (or OpenVLA-OFT) checkpoint of under a million parameters.
@@ -175,7 +178,10 @@ def make_tiny_openvla(
         num_images: C, cameras.
         use_proprio: read the robot state.
         use_film: let the instruction modulate the towers.
-        statistics: content of `dataset_statistics.json`; None for `tabletop_statistics()`.
+        action_dim: A, of the statistics where none are given: -1..1, a gripper last.
+        proprio_low: Q state values that the policy reads as -1, likewise.
+        proprio_high: Q state values that it reads as 1, likewise.
+        statistics: content of `dataset_statistics.json`, instead of `tabletop_statistics` with the three above.
         tasks: instructions whose words get tokens of their own.
         dtype: of the stored weights.
 
@@ -192,7 +198,8 @@ def make_tiny_openvla(
     if hidden % heads:
         raise ValueError(f"hidden must be a multiple of heads ({heads}), got {hidden}")
     tokenizer = tiny_tokenizer(tasks)
-    statistics = tabletop_statistics() if statistics is None else statistics
+    if statistics is None:
+        statistics = tabletop_statistics(action_dim=action_dim, proprio_low=proprio_low, proprio_high=proprio_high)
     dims = vision_dims if fused else vision_dims[1:]
     vision = {"depth": vision_depth, "num_heads": vision_heads, "patch_size": patch_size}
     text = {
