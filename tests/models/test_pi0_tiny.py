@@ -1,8 +1,13 @@
 """Tiny PI0 checkpoints: like real ones on disk, the same bytes each time, and able to learn."""
 
+import runpy
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
+from vla_accel.models import load_vla
 from vla_accel.models.pi0 import load_pi0
 from vla_accel.models.pi0.tiny import make_tiny_pi0, tiny_pi0_tokenizer
 
@@ -37,6 +42,31 @@ def test_tokenizer_knows_its_tasks_and_every_state_number():
     assert ids[0] == tokenizer.bos_token_id
     assert len(ids) == 1 + 2 + 3 + 1 + 2 + 3 + 1 + 1 + 2
     assert tokenizer.unk_token_id in tokenizer("zebra")["input_ids"]
+
+
+def test_near_numbers_start_with_near_embeddings(tmp_path):
+    net, processor = load_pi0(make_tiny_pi0(tmp_path, variant="pi05", **SMALL))
+    ids = processor.tokenizer.convert_tokens_to_ids(["100", "101", "130", "230"])
+    rows = net.get_input_embeddings().weight[ids]
+    torch.testing.assert_close(rows.norm(dim=1), torch.ones(4))
+    near, far, farther = (rows[0] @ rows[1:].T).tolist()
+    assert near > 0.99
+    assert max(abs(far), abs(farther)) < 0.5
+
+
+def test_the_usual_statistics_are_the_embedded_simulators(tmp_path):
+    _, processor = load_pi0(make_tiny_pi0(tmp_path, **SMALL))
+    slow = torch.tensor([0.3, -0.3, 0.0, 0.0, 0.0, 0.0, -1.0])
+    torch.testing.assert_close(processor.normalize_actions(slow)[:7], torch.tensor([1.0, -1, 0, 0, 0, 0, -1]) * 3**0.5)
+
+
+def test_the_script_makes_both_families(tmp_path, monkeypatch):
+    script = str(Path(__file__).parents[2] / "scripts" / "make_tiny.py")
+    for name, words in (("pi05", "--model pi0 --variant pi05"), ("openvla", "")):
+        folder = tmp_path / name
+        monkeypatch.setattr(sys, "argv", [script, "--folder", str(folder), *words.split()])
+        runpy.run_path(script, run_name="__main__")
+        assert load_vla(folder)[0].config.model_type == {"pi05": "vla_pi0", "openvla": "openvla"}[name]
 
 
 def test_bfloat16_checkpoint_keeps_norms_in_float32(tmp_path):
