@@ -58,6 +58,7 @@ BAD = {
     "env.vectorization": ["asinc"],
     "env.timeout_s": NOT_POSITIVE,
     "rollout.num_decisions": NOT_A_COUNT,
+    "rollout.num_groups": NOT_A_COUNT,
     "ppo.learning_rate": NEGATIVE,
     "ppo.value_learning_rate": NEGATIVE,
     "ppo.lr_schedule": ["cosinus"],

@@ -51,6 +51,7 @@ PPO_CASES = {
     "env.timeout_s": ("--env.timeout_s 77", "--env.vectorization async"),
     "env.options": ("--env.options image_size 40", ""),
     "rollout.num_decisions": ("--rollout.num_decisions 6", ""),
+    "rollout.num_groups": ("--rollout.num_groups 2", ""),
     "ppo.learning_rate": ("--ppo.learning_rate 1e-3", ""),
     "ppo.value_learning_rate": ("--ppo.value_learning_rate 1e-2", ""),
     "ppo.lr_schedule": ("--ppo.lr_schedule constant", ""),

@@ -51,6 +51,9 @@ class PPOConfig:
     def __post_init__(self) -> None:
         _check_model(self)
         check_choice("recipe", self.recipe, tuple(RECIPES))
+        rule = f"must divide env.num_envs ({self.env.num_envs})"
+        groups = self.rollout.num_groups
+        check(self.env.num_envs % groups == 0, "rollout.num_groups", rule, groups)
         batch = self.rollout.num_decisions * self.env.num_envs
         check(
             batch % self.ppo.minibatch_size == 0,

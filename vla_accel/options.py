@@ -157,9 +157,12 @@ class RolloutConfig:
 
     num_decisions: int = 12
     """Decisions of each environment per iteration. Episodes go on over the end of an iteration."""
+    num_groups: int = 1
+    """Groups of environments that take turns: while one steps, in worker processes, the policy acts for the next.
+    Changes speed, not the result."""
 
     def __post_init__(self) -> None:
-        check_counts("rollout", self, "num_decisions", least=1)
+        check_counts("rollout", self, "num_decisions", "num_groups", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,16 +1,19 @@
 """Collecting: a policy and environments in, a `Rollout` out.
 
 Not here: sharding state (call inside `rollout_mode`), advantages, the update. No collective is used, so ranks may take
-different numbers of steps.
+different numbers of steps. Groups of environments take turns, if `make_vector_env` was asked for more than one: while
+one steps, in worker processes, the policy acts for the next.
 Usage: `state = start(envs); rollout = collect(model, policy, envs, state, num_decisions=16, device=device)`.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -19,6 +22,7 @@ from torch import Tensor, nn
 
 from vla_accel.batch import Kept
 from vla_accel.envs.base import read_idle, read_step, stack_final, to_observation
+from vla_accel.envs.groups import begin_step, parts_of
 from vla_accel.policies.base import Policy
 from vla_accel.types import Episode, Observation, PolicySample, Rollout, TensorDict
 
@@ -87,40 +91,31 @@ def collect(
     Returns:
         A rollout on the CPU.
     """
-    steps: list[dict] = []
+    everywhere = np.arange(envs.num_envs)
+    groups = [
+        _Group(envs=part, rows=rows, obs=state.obs.select(everywhere[rows]), idle=state.idle[rows])
+        for part, rows in parts_of(envs)
+    ]
     kept = Kept(policy.keep_bytes // (num_decisions * envs.num_envs))
-    episodes: list[Episode] = []
-    finals: list[tuple[int, int, dict]] = []
-    voided, state.voided = state.voided, 0
     seconds = Seconds()
-    for t in range(num_decisions):
-        with seconds.measure("policy"):
-            inputs = policy.prepare(state.obs)
-            sample = kept.strip(act(model, inputs, device))
-        with seconds.measure("env"):
-            obs, reward, terminated, truncated, infos = envs.step(_for_env(sample.action, envs))
-            info = read_step(infos, envs.num_envs)
-        steps.append(
-            {
-                "inputs": inputs,
-                "sample": sample,
-                "reward": reward,
-                "terminated": terminated,
-                "truncated": truncated & ~terminated,
-                "executed": info.executed,
-                "valid": ~state.idle & (info.executed > 0),
-            }
-        )
-        voided += int(info.voided.sum())
-        episodes += [episode for _, episode in info.episodes]
-        for env, final in info.final_obs:
-            if truncated[env] and not terminated[env]:
-                finals.append((t, env, final))
-        state.obs, state.idle = to_observation(obs, envs.instructions), info.idle
+    for t in range(num_decisions + 1):
+        for group in groups:
+            if t > 0:
+                with seconds.measure("env"):
+                    group.finish()
+            if t < num_decisions:
+                with seconds.measure("policy"), _noise_of(policy, group.rows):
+                    inputs = policy.prepare(group.obs)
+                    sample = kept.strip(act(model, inputs, device))
+                with seconds.measure("env"):
+                    group.begin(inputs, sample)
     with seconds.measure("policy"):
-        next_value = _next_values(model, policy, envs, steps, state, finals, device)
-    rollout = _stack(steps, next_value, episodes, voided, seconds.total)
-    rollout.kept = kept.rows
+        next_value = torch.cat([_next_values(model, policy, group, device) for group in groups], 1)
+    rollout = _stack(groups, next_value)
+    rollout.voided += state.voided
+    rollout.kept, rollout.seconds = kept.rows, seconds.total
+    state.obs, state.idle = _joined([group.obs for group in groups]), np.concatenate([group.idle for group in groups])
+    state.voided = 0
     return rollout
 
 
@@ -143,57 +138,117 @@ def _for_env(action: Tensor, envs: gym.vector.VectorEnv) -> np.ndarray:
     return np.clip(taken, space.low, space.high).astype(space.dtype)
 
 
-def _next_values(
-    model: nn.Module,
-    policy: Policy,
-    envs: gym.vector.VectorEnv,
-    steps: list[dict],
-    state: EnvState,
-    finals: list[tuple[int, int, dict]],
-    device: torch.device,
-) -> Tensor:
-    """float32 `[T, N]`: the value of what each decision led to; see `Rollout.next_value`."""
-    values = torch.stack([step["sample"].value for step in steps])
-    last = act(model, policy.prepare(state.obs), device, greedy=True).value
+@contextmanager
+def _noise_of(policy: Policy, rows: slice) -> Iterator[None]:
+    """Let the policy act for some of the environments, each with its own stream of noise."""
+    everyone = getattr(policy, "streams", [])  # a policy that draws nothing need not have any
+    policy.streams = everyone[rows]
+    try:
+        yield
+    finally:
+        policy.streams = everyone
+
+
+@dataclass(kw_only=True)
+class _Group:
+    """Environments that step together, and their part of a rollout.
+
+    Attributes:
+        envs: the environments.
+        rows: their places among all.
+        obs: what they show.
+        idle: bool, which have no more jobs.
+        steps: what each decision was and led to.
+        finals: (decision, environment, observation) at the end of each truncated episode.
+        episodes: (decision, record) of each episode that ended.
+        voided: episodes lost.
+        wait: gives what the step that was begun returns.
+    """
+
+    envs: gym.vector.VectorEnv
+    rows: slice
+    obs: Observation
+    idle: np.ndarray
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    finals: list[tuple[int, int, dict[str, Any]]] = field(default_factory=list)
+    episodes: list[tuple[int, Episode]] = field(default_factory=list)
+    voided: int = 0
+    wait: Callable[[], tuple[Any, ...]] = field(init=False)
+
+    def begin(self, inputs: TensorDict, sample: PolicySample) -> None:
+        """Begin to execute a decision."""
+        self.steps.append({"inputs": inputs, "trace": sample.trace, "log_prob": sample.log_prob, "value": sample.value})
+        self.wait = begin_step(self.envs, _for_env(sample.action, self.envs))
+
+    def finish(self) -> None:
+        """Wait until it is executed, and record what it led to."""
+        t = len(self.steps) - 1
+        obs, reward, terminated, truncated, infos = self.wait()
+        info = read_step(infos, self.envs.num_envs)
+        self.steps[t] |= {
+            "reward": reward,
+            "terminated": terminated,
+            "truncated": truncated & ~terminated,
+            "executed": info.executed,
+            "valid": ~self.idle & (info.executed > 0),
+        }
+        self.voided += int(info.voided.sum())
+        self.episodes += [(t, episode) for _, episode in info.episodes]
+        self.finals += [(t, env, final) for env, final in info.final_obs if truncated[env] and not terminated[env]]
+        self.obs, self.idle = to_observation(obs, self.envs.instructions), info.idle
+
+
+def _next_values(model: nn.Module, policy: Policy, group: _Group, device: torch.device) -> Tensor:
+    """float32 `[T, N]` of a group: the value of what each decision led to; see `Rollout.next_value`."""
+    values = torch.stack([step["value"] for step in group.steps])
+    last = act(model, policy.prepare(group.obs), device, greedy=True).value
     after = torch.cat([values[1:], last[None]])
-    terminated = torch.from_numpy(np.stack([step["terminated"] for step in steps]))
+    terminated = torch.from_numpy(np.stack([step["terminated"] for step in group.steps]))
     after = torch.where(terminated, torch.zeros_like(after), after)
-    num_envs = len(state.obs)
-    for begin in range(0, len(finals), num_envs):
-        part = finals[begin : begin + num_envs]
-        obs = to_observation(stack_final([(env, final) for _, env, final in part]), envs.instructions)
+    num_envs = len(group.obs)
+    for begin in range(0, len(group.finals), num_envs):
+        part = group.finals[begin : begin + num_envs]
+        obs = to_observation(stack_final([(env, final) for _, env, final in part]), group.envs.instructions)
         value = act(model, policy.prepare(obs), device, greedy=True).value
         for (t, env, _), x in zip(part, value, strict=True):
             after[t, env] = x
     return after
 
 
-def _stack(
-    steps: list[dict], next_value: Tensor, episodes: list[Episode], voided: int, seconds: dict[str, float]
-) -> Rollout:
-    samples = [step["sample"] for step in steps]
+def _stack(groups: list[_Group], next_value: Tensor) -> Rollout:
+    def each(name: str, key: str | None = None) -> Tensor:
+        steps = [[step[name] if key is None else step[name][key] for step in group.steps] for group in groups]
+        parts = [torch.stack([torch.as_tensor(x) for x in xs]) for xs in steps]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
-    def numbers(name: str, dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(np.stack([step[name] for step in steps])).to(dtype)
-
-    valid = numbers("valid", torch.bool)
+    valid = each("valid")
 
     def in_episodes(x: Tensor) -> Tensor:
         x[~valid] = 0
         return x
 
+    first = groups[0].steps[0]
+    ended = itertools.chain.from_iterable(group.episodes for group in groups)
     return Rollout(
-        inputs={name: torch.stack([step["inputs"][name] for step in steps]) for name in steps[0]["inputs"]},
-        trace={name: torch.stack([sample.trace[name] for sample in samples]) for name in samples[0].trace},
-        log_prob=in_episodes(torch.stack([sample.log_prob for sample in samples])),
-        value=in_episodes(torch.stack([sample.value for sample in samples])),
+        inputs={key: each("inputs", key) for key in first["inputs"]},
+        trace={key: each("trace", key) for key in first["trace"]},
+        log_prob=in_episodes(each("log_prob")),
+        value=in_episodes(each("value")),
         next_value=in_episodes(next_value),
-        reward=numbers("reward", torch.float32),
-        executed=numbers("executed", torch.int64),
-        terminated=numbers("terminated", torch.bool),
-        truncated=numbers("truncated", torch.bool),
+        reward=each("reward").float(),
+        executed=each("executed"),
+        terminated=each("terminated"),
+        truncated=each("truncated"),
         valid=valid,
-        episodes=episodes,
-        voided=voided,
-        seconds=seconds,
+        episodes=[episode for _, episode in sorted(ended, key=lambda end: end[0])],
+        voided=sum(group.voided for group in groups),
+    )
+
+
+def _joined(parts: list[Observation]) -> Observation:
+    """What the groups show, as one record."""
+    return Observation(
+        images={camera: np.concatenate([part.images[camera] for part in parts]) for camera in parts[0].images},
+        state=np.concatenate([part.state for part in parts]),
+        instructions=[text for part in parts for text in part.instructions],
     )

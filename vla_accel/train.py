@@ -92,7 +92,12 @@ def train(config: PPOConfig) -> dict[str, Any]:
     if trackers:
         accelerator.init_trackers("vla_accel", config=_flat(to_dict(config)))
 
-    first_env, num_envs = own_envs(config.env.num_envs, accelerator.process_index, accelerator.num_processes)
+    first_env, num_envs = own_envs(
+        config.env.num_envs,
+        accelerator.process_index,
+        accelerator.num_processes,
+        num_groups=config.rollout.num_groups,
+    )
     envs = make_training_envs(config, policy, first_env, num_envs)
     policy.fit_instructions(envs.instructions)
     policy.seed(config.run.seed, first_env=first_env, num_envs=num_envs)
@@ -235,13 +240,15 @@ def check_env_fits(config: EnvConfig, spec: PolicySpec) -> None:
         )
 
 
-def own_envs(num_envs: int, rank: int, world: int) -> tuple[int, int]:
-    """First environment and number of environments of a rank; they need not divide.
+def own_envs(num_envs: int, rank: int, world: int, *, num_groups: int = 1) -> tuple[int, int]:
+    """First environment and number of environments of a rank; they need not divide if there is one group.
 
     Raises:
-        ValueError: when there are fewer environments than processes.
+        ValueError: when there are fewer environments than processes, or they do not divide into groups of equal size.
     """
     check(num_envs >= world, "env.num_envs", f"must be at least the number of processes, {world}", num_envs)
+    rule = f"must divide the environments of each process evenly (env.num_envs = {num_envs}, processes: {world})"
+    check(num_groups == 1 or num_envs % (world * num_groups) == 0, "rollout.num_groups", rule, num_groups)
     share, rest = divmod(num_envs, world)
     return rank * share + min(rank, rest), share + (rank < rest)
 
@@ -273,6 +280,7 @@ def make_training_envs(config: PPOConfig, policy: Policy, first_env: int, num_en
         vectorization=None if env.vectorization == "auto" else env.vectorization,
         env_options=env.parsed_options(),
         timeout_s=env.timeout_s,
+        num_groups=config.rollout.num_groups,
     )
 
 

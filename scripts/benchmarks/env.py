@@ -1,7 +1,8 @@
 """How fast a simulator runs: chunks against single steps, LIBERO's quick reset against the ordinary, several workers.
 
 Steps and resets are counted in CPU time of one core, which other load on the machine hardly changes; workers in wall
-clock time, which it does.
+clock time, which it does. With --overlap nothing but the turns of groups is measured: a simulator that sleeps in its
+worker process, and a policy that sleeps as long.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from vla_accel.envs.base import ActionChunk
 from vla_accel.envs.graphics import prepare_graphics
 from vla_accel.envs.make import make_env, make_vector_env
-from vla_accel.types import Job
+from vla_accel.envs.tabletop import Tabletop
+from vla_accel.policies.base import Policy
+from vla_accel.rollout import collect, start
+from vla_accel.types import Job, Observation, PolicySample
 
 
 def seconds_of(task: Callable[[], Any]) -> float:
@@ -89,6 +94,68 @@ def workers(name: str, env_options: dict[str, Any], count: int, options: argpars
         envs.close()
 
 
+class Sleeper(Tabletop):
+    """A simulator whose step takes a given time and no processor.
+
+    Args:
+        sleep_ms: how long.
+    """
+
+    vectorization = "async"
+
+    def __init__(self, *, sleep_ms: float):
+        super().__init__(image_size=16)
+        self.sleep_ms = sleep_ms
+
+    def step(self, action: np.ndarray) -> Any:
+        """Sleep, then step."""
+        time.sleep(self.sleep_ms / 1e3)
+        return super().step(action)
+
+
+class Sleepy(Policy):
+    """A policy that takes as long to stand still."""
+
+    chunk_size, action_dim = 1, 7
+
+    def __init__(self, sleep_ms: float):
+        super().__init__()
+        self.sleep_ms = sleep_ms
+
+    def prepare(self, obs: Observation) -> dict[str, torch.Tensor]:
+        """The state."""
+        return {"state": torch.from_numpy(obs.state)}
+
+    def forward(self, inputs: Any, trace: Any = None, *, greedy: bool = False) -> PolicySample:
+        """Sleep, then stand still; asked for a value only, do not sleep."""
+        assert trace is None
+        time.sleep(0.0 if greedy else self.sleep_ms / 1e3)
+        rows = len(inputs["state"])
+        return PolicySample(
+            action=torch.zeros(rows, 1, 7), trace={}, log_prob=torch.zeros(rows, 7), value=torch.zeros(rows)
+        )
+
+
+def overlap(sleep_ms: float, *, decisions: int) -> tuple[float, float]:
+    """Seconds per decision of an environment with one group of two environments, and with two such groups."""
+    seconds = []
+    for num_groups in (1, 2):
+        num_envs, policy = 2 * num_groups, Sleepy(sleep_ms)
+        jobs = [[Job(task_id=0, state_id=number, seed=0)] * 1000 for number in range(num_envs)]
+        envs = make_vector_env(
+            "benchmarks.env:Sleeper", num_envs=num_envs, chunk_size=1, jobs=jobs, max_episode_steps=10_000,
+            env_options={"sleep_ms": sleep_ms}, num_groups=num_groups,
+        )  # fmt: skip
+        try:
+            state = start(envs)
+            begin = time.perf_counter()
+            collect(policy, policy, envs, state, num_decisions=decisions, device=torch.device("cpu"))
+            seconds.append((time.perf_counter() - begin) / (decisions * num_groups))
+        finally:
+            envs.close()
+    return seconds[0], seconds[1]
+
+
 def main(argv: list[str]) -> None:
     """Measure one environment and print a table."""
     parser = argparse.ArgumentParser(prog="benchmark.py env", description=__doc__)
@@ -97,7 +164,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--chunk", type=int, default=8, help="steps per decision (default: 8)")
     parser.add_argument("--decisions", type=int, default=8, help="decisions per measurement (default: 8)")
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2, 4], help="worker counts (default: 1 2 4)")
+    parser.add_argument("--overlap", type=float, metavar="MS", help="measure groups: a step and an act of MS each")
     options = parser.parse_args(argv)
+    if options.overlap:
+        one, two = overlap(options.overlap, decisions=options.decisions)
+        print(f"| two groups, each as large as the one | {two / one:.2f} of its time per decision |")
+        return
     from vla_accel.config import SimulatorConfig
 
     pairs = dict(zip(options.env_options[::2], options.env_options[1::2], strict=True))

@@ -22,6 +22,7 @@ import gymnasium as gym
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from vla_accel.envs.base import ActionChunk, EpisodeQueue
+from vla_accel.envs.groups import Groups
 from vla_accel.envs.processes import Reporter
 from vla_accel.envs.workers import Workers
 from vla_accel.types import Job
@@ -79,6 +80,7 @@ def make_vector_env(
     vectorization: str | None = None,
     env_options: Mapping[str, Any] | None = None,
     timeout_s: float = 120.0,
+    num_groups: int = 1,
 ) -> VectorEnv:
     """Build N environments that play their jobs, each action a chunk `[K, A]`.
 
@@ -95,6 +97,7 @@ def make_vector_env(
         vectorization: `"sync"` for one process, `"async"` for a worker process each, None for the simulator's choice.
         env_options: options of the simulator.
         timeout_s: seconds after which a worker process that does not answer is replaced; see `workers.py`.
+        num_groups: how many parts of equal size can be stepped alone; see `groups.py`.
 
     Returns:
         A vector environment with the further attributes `instructions`, `state_ids`, `chunk_size` and
@@ -108,6 +111,8 @@ def make_vector_env(
         raise ValueError(f"num_envs must be at least 1, got {num_envs}")
     if len(jobs) != num_envs:
         raise ValueError(f"jobs must hold one iterable per environment: expected {num_envs}, got {len(jobs)}")
+    if num_groups < 1 or num_envs % num_groups:
+        raise ValueError(f"num_groups must be at least 1 and divide num_envs ({num_envs}), got {num_groups}")
     probe = make_env(name, **options)
     instructions = list(probe.get_wrapper_attr("instructions"))
     state_ids = dict(probe.get_wrapper_attr("state_ids"))
@@ -120,9 +125,15 @@ def make_vector_env(
     if mode not in ("sync", "async"):
         raise ValueError(f"vectorization must be 'sync', 'async' or None, got {mode!r}")
     builders = [_Builder(name, options, limit, chunk_size, stream, os.getpid()) for stream in jobs]
-    envs = _start_sync(builders) if mode == "sync" else _start_async(builders, stand_in, timeout_s)
-    envs.instructions, envs.state_ids = instructions, state_ids
-    envs.chunk_size, envs.max_episode_steps = chunk_size, limit
+    size = num_envs // num_groups
+    parts = [
+        _start_sync(group) if mode == "sync" else _start_async(group, stand_in, timeout_s)
+        for group in (builders[begin : begin + size] for begin in range(0, num_envs, size))
+    ]
+    envs = parts[0] if num_groups == 1 else Groups(parts)
+    for each in (envs, *parts):
+        each.instructions, each.state_ids = instructions, state_ids
+        each.chunk_size, each.max_episode_steps = chunk_size, limit
     return envs
 
 

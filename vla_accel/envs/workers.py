@@ -33,11 +33,15 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
+from vla_accel.envs.groups import join
 from vla_accel.envs.processes import discard, in_threads
 from vla_accel.types import Job
 
 MAX_FAILURES = 3
 """An environment that fails this often without finishing an episode in between ends the run."""
+
+STARTING_S = 60.0
+"""How long a worker may take to start, if `timeout_s` does not allow more: it loads libraries, but no simulator yet."""
 
 CLOSING_S = 10.0
 """How long workers may take to close their simulators before they are killed."""
@@ -117,7 +121,16 @@ class Workers(VectorEnv):
         Raises:
             RuntimeError: if one environment fails too often in a row.
         """
-        answers, problems = self._ask(range(self.num_envs), "step", actions)
+        self.step_async(actions)
+        return self.step_wait()
+
+    def step_async(self, actions: np.ndarray) -> None:
+        """Begin a step; nothing but `step_wait` or `close` may follow."""
+        self._asked = self._send(range(self.num_envs), "step", actions)
+
+    def step_wait(self) -> tuple[dict[str, Any], np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+        """What `step` returns, for the step that was begun."""
+        answers, problems = self._receive(*self._asked)
         numbers = {
             index: (float(answer[1][0]), bool(answer[2][0]), bool(answer[3][0])) for index, answer in answers.items()
         }
@@ -174,24 +187,33 @@ class Workers(VectorEnv):
 
     # Asking workers ------------------------------------------------------------------------------------------------
 
-    def _ask(
-        self, indices: Iterable[int], what: str, actions: np.ndarray | None = None
-    ) -> tuple[dict[int, tuple], dict[int, str]]:
+    def _ask(self, indices: Iterable[int], what: str) -> tuple[dict[int, tuple], dict[int, str]]:
         """Send one command to some workers and wait for all; answers and, where there is none, the reason."""
-        answers: dict[int, tuple] = {}
+        return self._receive(*self._send(indices, what))
+
+    def _send(
+        self, indices: Iterable[int], what: str, actions: np.ndarray | None = None
+    ) -> tuple[str, list[int], dict[int, str], float]:
+        """Send one command to some workers; what `_receive` must know."""
+        sent: list[int] = []
         problems: dict[int, str] = {}
-        deadline = time.monotonic() + self.timeout_s
         for index in indices:
             try:
                 if what == "step":
                     self._workers[index].step_async(actions[index : index + 1])
                 else:
                     self._workers[index].reset_async()
+                sent.append(index)
             except Exception as error:
                 problems[index] = self._describe(index, error)
-        for index in indices:
-            if index in problems:
-                continue
+        return what, sent, problems, time.monotonic() + self.timeout_s
+
+    def _receive(
+        self, what: str, sent: list[int], problems: dict[int, str], deadline: float
+    ) -> tuple[dict[int, tuple], dict[int, str]]:
+        """Wait for the answers to a command; the answers and, where there is none, the reason."""
+        answers: dict[int, tuple] = {}
+        for index in sent:
             try:
                 wait = self._workers[index].step_wait if what == "step" else self._workers[index].reset_wait
                 answer = wait(timeout=max(deadline - time.monotonic(), 0.0))
@@ -234,7 +256,7 @@ class Workers(VectorEnv):
             info = rows[index][1]
             self._idle[index] = bool(info["idle"])
             merged = self._add_info(merged, {**info, "voided": lost[index]}, index)
-        return _stack([rows[index][0] for index in range(self.num_envs)]), merged
+        return join([rows[index][0] for index in range(self.num_envs)]), merged
 
     def _demand(self, name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call something in every worker, side by side."""
@@ -273,7 +295,7 @@ class Workers(VectorEnv):
                 autoreset_mode=AutoresetMode.SAME_STEP,
             )
 
-        results = in_threads([start(index) for index in indices], timeout_s=self.timeout_s)
+        results = in_threads([start(index) for index in indices], timeout_s=max(self.timeout_s, STARTING_S))
         problems = {}
         for index, result in zip(indices, results, strict=True):
             if isinstance(result, AsyncVectorEnv):
@@ -320,7 +342,9 @@ class Workers(VectorEnv):
     def _describe(self, index: int, error: object) -> str:
         """Why a worker gave no answer."""
         worker = self._workers[index]
-        if isinstance(error, multiprocessing.TimeoutError) or error is None:
+        if error is None:
+            return f"it did not start within {max(self.timeout_s, STARTING_S):g} s"
+        if isinstance(error, multiprocessing.TimeoutError):
             return f"it gave no answer for {self.timeout_s:g} s (--env.timeout_s)"
         if worker is None and isinstance(error, EOFError):
             return "its process ended while it started; what it said is above"
@@ -338,10 +362,3 @@ def _single(infos: Mapping[str, Any]) -> dict[str, Any]:
         if not key.startswith("_"):
             info[key] = _single(value) if key == "final_info" else value[0]
     return info
-
-
-def _stack(observations: Sequence[Any]) -> Any:
-    """Observations of vectors of one environment as those of one vector; new memory."""
-    if isinstance(observations[0], Mapping):
-        return {key: _stack([obs[key] for obs in observations]) for key in observations[0]}
-    return np.concatenate(observations)
