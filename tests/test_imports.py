@@ -17,7 +17,7 @@ LEVELS = [
     ("rules types", "apart"),
     ("options", "apart"),
     ("config", "apart"),
-    ("roll_call gathering sharding optim distributed modes advantages", "together"),
+    ("roll_call gathering restoring sharding optim distributed modes advantages", "together"),
     ("models", "together"),
     ("policies.base envs.base envs.checks envs.jobs", "together"),
     ("policies.token policies.flow envs", "together"),

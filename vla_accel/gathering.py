@@ -3,13 +3,13 @@
 The one file that knows torch's private FSDP names; written against torch 2.6 to 2.14.
 
 Not here: what else changes between rollout and training (`modes.py`, the only user).
-Usage: `with fsdp2_gathered(model): ...`
+Usage: `with gathered(model): ...`
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,17 @@ def kind_of(model: nn.Module) -> str:
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError("Tensor parallelism is not supported: use fsdp2.yaml, which shards over all ranks.")
     return "ddp" if isinstance(model, nn.parallel.DistributedDataParallel) else "plain"
+
+
+def gathered(model: nn.Module) -> AbstractContextManager[None]:
+    """Every parameter at hand in compute dtype, and forwards without a collective. Collective on entry if sharded."""
+    ways: dict[str, Callable[[Any], AbstractContextManager[None]]] = {
+        "fsdp1": fsdp1_gathered,
+        "fsdp2": fsdp2_gathered,
+        "ddp": unsynchronized,
+        "plain": unsharded,
+    }
+    return ways[kind_of(model)](model)
 
 
 @contextmanager

@@ -3,43 +3,26 @@
 Sharded training gathers each layer for each forward, on all ranks in step. A rollout cannot keep step: episodes end
 when they end. `rollout_mode` gathers everything once, in the dtype forwards compute in, and keeps it until the end.
 
-Not here: preparing and sharding models (`distributed.py`, `sharding.py`), and collecting a rollout (`rollout.py`).
+Not here: preparing models (`distributed.py`), how they are gathered (`gathering.py`) and what is put back afterwards
+(`restoring.py`), collecting a rollout (`rollout.py`).
 Usage: `with rollout_mode(model): sample = model(inputs)`; always call the prepared model itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from vla_accel.gathering import (
-    fsdp1_gathered,
-    fsdp2_gathered,
-    full_precision,
-    kind_of,
-    reshard,
-    unsharded,
-    unsynchronized,
-)
+from vla_accel.gathering import full_precision, gathered, kind_of, reshard
+from vla_accel.restoring import checkpointing, own_random_stream, restored_flags
 from vla_accel.roll_call import meet, say_busy
-
-GATHERED: dict[str, Callable[[Any], AbstractContextManager[None]]] = {
-    "fsdp1": fsdp1_gathered,
-    "fsdp2": fsdp2_gathered,
-    "ddp": unsynchronized,
-    "plain": unsharded,
-}
 
 _open: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """Models inside one of the contexts below, and which."""
-
-_rollout_random: WeakKeyDictionary[nn.Module, list[torch.Tensor]] = WeakKeyDictionary()
-"""Where each model's last rollout left torch's global random state."""
 
 
 @contextmanager
@@ -73,13 +56,13 @@ def rollout_mode(model: nn.Module, *, timeout_s: float = 60.0) -> Iterator[nn.Mo
     with ExitStack() as stack:
         if kind != "plain":
             stack.callback(say_busy, "")
-        stack.enter_context(_restored_flags(model))
-        stack.enter_context(_own_random_stream(model))
+        stack.enter_context(restored_flags(model))
+        stack.enter_context(own_random_stream(model))
         stack.enter_context(torch.no_grad())
         model.eval()
-        for module in _checkpointing(model):
+        for module in checkpointing(model):
             module.gradient_checkpointing = False  # type: ignore[assignment]
-        stack.enter_context(GATHERED[kind](model))
+        stack.enter_context(gathered(model))
         stack.enter_context(_opened(model, "rollout_mode"))
         yield model
 
@@ -96,10 +79,10 @@ def train_mode(model: nn.Module) -> Iterator[nn.Module]:
         RuntimeError: entered inside `rollout_mode` or `full_params` of the same model, where nothing is sharded.
     """
     _check_closed(model, "train_mode")
-    with _restored_flags(model), torch.enable_grad():
+    with restored_flags(model), torch.enable_grad():
         model.eval()
         model.training = True
-        for module in _checkpointing(model):
+        for module in checkpointing(model):
             module.training = True
         yield model
     reshard(model)
@@ -138,51 +121,3 @@ def _opened(model: nn.Module, name: str) -> Iterator[None]:
         yield
     finally:
         del _open[model]
-
-
-def _checkpointing(model: nn.Module) -> list[nn.Module]:
-    """Submodules whose own gradient checkpointing is on; wrappers, which show their module's flags, are not."""
-    return [
-        module
-        for module in model.modules()
-        if vars(module).get("gradient_checkpointing", getattr(type(module), "gradient_checkpointing", False)) is True
-    ]
-
-
-@contextmanager
-def _restored_flags(model: nn.Module) -> Iterator[None]:
-    """Put back what the contexts above change in submodules."""
-    training = {module: module.training for module in model.modules()}
-    checkpointing = _checkpointing(model)
-    try:
-        yield
-    finally:
-        for module, flag in training.items():
-            module.training = flag
-        for module in checkpointing:
-            module.gradient_checkpointing = True  # type: ignore[assignment]
-
-
-@contextmanager
-def _own_random_stream(model: nn.Module) -> Iterator[None]:
-    """Put back torch's global random state, and go on where the last rollout of this model stopped.
-
-    Starting each rollout from training's state would give all of them the same noise if training draws none.
-    """
-    kinds = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} - {"cpu", "meta"}
-    sources = [torch, *(getattr(torch, kind) for kind in sorted(kinds))]
-
-    def state() -> list[torch.Tensor]:
-        return [source.get_rng_state() for source in sources]
-
-    def set_state(states: list[torch.Tensor]) -> None:
-        for source, its_state in zip(sources, states, strict=True):
-            source.set_rng_state(its_state)
-
-    before = state()
-    set_state(_rollout_random.get(model, before))
-    try:
-        yield
-    finally:
-        _rollout_random[model] = state()
-        set_state(before)
