@@ -86,12 +86,17 @@ def test_options_reach_the_checkpoint(tmp_path):
             action_dim=4,
             num_steps=5,
             prompt_length=9,
+            min_time=0.25,
+            time_alpha=5.0,
             **SMALL,
         )
     )
     config = net.config
     assert (config.chunk_size, config.cameras, config.state_dim, config.action_dim) == (6, ["front"], 3, 4)
     assert (config.num_inference_steps, config.tokenizer_max_length) == (5, 9)
+    times = net.sample_time(1000, generator=torch.Generator().manual_seed(0))
+    assert 0.25 < times.min() < 0.7
+    assert times.mean().item() == pytest.approx(0.875, abs=0.01)  # 1/4 + 3/4 of the mean of Beta(5, 1), which is 5/6
     frames = torch.zeros(1, 48, 48, 3, dtype=torch.uint8)
     assert "image.front" in processor.prepare({"eye": frames}, torch.zeros(1, 3), ["reach"])
 

@@ -118,6 +118,8 @@ def make_tiny_pi0(
     max_state_dim: int = 32,
     max_action_dim: int = 32,
     min_period: float = 4e-3,
+    min_time: float = 1e-3,
+    time_alpha: float = 1.5,
     num_steps: int = 10,
     prompt_length: int | None = None,
     statistics: Statistics | None = None,
@@ -153,6 +155,9 @@ def make_tiny_pi0(
         max_action_dim: D, width of an action after padding.
         min_period: shortest period of the time embedding. The original's sees steps in flow time of a thousandth,
             which a model that learns from scratch takes for noise.
+        min_time: least flow time that it is trained at. The less, the more the velocity is about the noise.
+        time_alpha: how much training prefers times near 1, where the observation alone tells the action; exponent
+            minus 1 of their density.
         num_steps: denoising steps by default.
         prompt_length: L, prompt tokens. None: 16, and 48 for PI0.5, whose prompt holds the state.
         statistics: as of `range_statistics`. None: those of the embedded simulator, or everything in [-1, 1] where
@@ -188,6 +193,9 @@ def make_tiny_pi0(
         max_state_dim=max_state_dim,
         max_action_dim=max_action_dim,
         min_period=min_period,
+        time_sampling_beta_alpha=time_alpha,
+        time_sampling_scale=1.0 - min_time,
+        time_sampling_offset=min_time,
         num_inference_steps=num_steps,
         tokenizer_max_length=prompt_length or (48 if variant == "pi05" else 16),
         input_features={
