@@ -272,7 +272,7 @@ def test_reset_refuses_ids_out_of_range_and_unknown_options():
         env.reset(options={"task_id": 4})
     with pytest.raises(ValueError, match=r"state_id must lie in \[0, 1000000\), got -1"):
         env.reset(options={"state_id": -1})
-    with pytest.raises(ValueError, match=r"task_id and state_id, got \['level'\] as well"):
+    with pytest.raises(ValueError, match=r"reset options must be task_id and state_id only, got \['level'\]"):
         env.reset(options={"level": 1})
 
 

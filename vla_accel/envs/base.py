@@ -22,7 +22,8 @@ and, where it has them,
 | optional part | meaning |
 |---|---|
 | `max_episode_steps` | its usual time limit, in environment steps |
-| `vectorization` | `"sync"` or `"async"` (the default): how `make_vector_env` runs several of them |
+| `vectorization` | `"sync"`, `"async"` (the default) or `"batched"`: how `make_vector_env` runs several of them |
+| `batch(num_envs)` | one simulator that steps many environments at once, for `"batched"`; see `batched.py` |
 | `slow_task_change` | True: another task takes seconds, so that each environment should keep to one if it can |
 | `set_rendering(on)` | switch the cameras; while off, `step` may return black images |
 | `render_observation()` | the current observation with images, without a step; goes with `set_rendering` |

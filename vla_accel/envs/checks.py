@@ -81,8 +81,10 @@ def _optional(env: gym.Env) -> Iterator[str]:
     limit, mode = _get(env, "max_episode_steps"), _get(env, "vectorization")
     if limit is not None and (not isinstance(limit, int) or limit < 1):
         yield f"max_episode_steps must be an int of at least 1 where it exists, got {limit!r}"
-    if mode not in (None, "sync", "async"):
-        yield f"vectorization must be 'sync' or 'async' where it exists, got {mode!r}"
+    if mode not in (None, "sync", "async", "batched"):
+        yield f"vectorization must be 'sync', 'async' or 'batched' where it exists, got {mode!r}"
+    if mode == "batched" and not callable(_get(env, "batch")):
+        yield "vectorization 'batched' needs batch(num_envs): what it returns steps them all; see batched.py"
     if callable(_get(env, "set_rendering")) != callable(_get(env, "render_observation")):
         yield "set_rendering needs render_observation and the reverse: an episode must show its end with cameras off"
 

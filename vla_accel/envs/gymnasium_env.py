@@ -18,6 +18,7 @@ import gymnasium as gym
 import numpy as np
 from PIL import Image
 
+from vla_accel.envs.arguments import check_option, observations
 from vla_accel.envs.graphics import prepare_graphics
 
 SUCCESS_KEYS = ("is_success", "success")
@@ -58,8 +59,7 @@ class GymnasiumEnv(gym.Env):
         image_size: int = 128,
         make: Mapping[str, Any] | None = None,
     ):
-        if image_size < 16:
-            raise ValueError(f"image_size must be at least 16, got {image_size}")
+        check_option("image_size", image_size >= 16, "be at least 16", image_size)
         self._id, self._make = env_id, dict(make or {})
         self.image_key, self.success_key, self.success_ends = image_key, success_key, success_ends
         self.image_size = image_size
@@ -85,12 +85,7 @@ class GymnasiumEnv(gym.Env):
             size = sum(int(np.prod(box.shape)) for box in self._vectors(probe.observation_space))
         finally:
             probe.close()
-        picture = gym.spaces.Box(0, 255, (image_size, image_size, 3), np.uint8)
-        self.observation_space = gym.spaces.Dict(
-            images=gym.spaces.Dict(main=picture),
-            state=gym.spaces.Box(-np.inf, np.inf, (size,), np.float32),
-            task_id=gym.spaces.Discrete(1),
-        )
+        self.observation_space = observations(["main"], image_size, state_size=size, num_tasks=1)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Start the episode of an initial state.
@@ -104,10 +99,8 @@ class GymnasiumEnv(gym.Env):
         """
         options = dict(options or {})
         task_id, state_id = options.pop("task_id", 0), options.pop("state_id", seed)
-        if options:
-            raise ValueError(f"reset options are task_id and state_id, got {sorted(options)} as well")
-        if task_id != 0:
-            raise ValueError(f"task_id must be 0, the only task, got {task_id}")
+        check_option("reset options", not options, "be task_id and state_id only", sorted(options))
+        check_option("task_id", task_id == 0, "be 0, the only task", task_id)
         if self._env is None:
             self._env = self._build()
         self._obs, _ = self._env.reset(seed=None if state_id is None else int(state_id))

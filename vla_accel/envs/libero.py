@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 import gymnasium as gym
 import numpy as np
 
+from vla_accel.envs.arguments import check_names, check_option, check_within, episode_of, observations
 from vla_accel.envs.libero_package import LiberoTask, build, load_suite
 
 LIMITS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
@@ -35,6 +36,9 @@ LIMITS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libe
 
 CAMERAS = {"agentview": "agentview", "wrist": "robot0_eye_in_hand"}
 """Name in observations -> the simulator's."""
+
+END = 1_000_000
+"""No initial state has this number or a higher one."""
 
 STORED = 50
 """Stored initial states of each task; all of them are the official evaluation."""
@@ -84,31 +88,24 @@ class Libero(gym.Env):
         eval_states: int = 10,
         max_episode_steps: int | None = None,
     ):
-        self.cameras = [cameras] if isinstance(cameras, str) else list(cameras)
-        known = bool(self.cameras) and set(self.cameras) <= set(CAMERAS) and len(set(self.cameras)) == len(self.cameras)
-        _check("cameras", known, f"be out of {', '.join(CAMERAS)}, each at most once", cameras)
-        _check("image_size", 16 <= image_size <= 1024, "lie in [16, 1024]", image_size)
-        _check("quality", quality in ("full", "fast"), "be 'full' or 'fast'", quality)
-        _check("gripper", gripper in ("env", "openvla"), "be 'env' or 'openvla'", gripper)
-        _check("wait_steps", wait_steps >= 1, "be at least 1", wait_steps)
-        _check("eval_states", 1 <= eval_states <= STORED, f"lie in [1, {STORED}]", eval_states)
+        self.cameras = check_names("cameras", cameras, tuple(CAMERAS))
+        check_within("image_size", image_size, 16, 1024)
+        check_option("quality", quality in ("full", "fast"), "be 'full' or 'fast'", quality)
+        check_option("gripper", gripper in ("env", "openvla"), "be 'env' or 'openvla'", gripper)
+        check_option("wait_steps", wait_steps >= 1, "be at least 1", wait_steps)
+        check_within("eval_states", eval_states, 1, STORED)
         limit = LIMITS[suite] if max_episode_steps is None else max_episode_steps
-        _check("max_episode_steps", limit >= 1, "be at least 1", limit)
+        check_option("max_episode_steps", limit >= 1, "be at least 1", limit)
         self.image_size, self.quality, self.gripper, self.wait_steps = image_size, quality, gripper, wait_steps
         self.max_episode_steps = limit
         self.tasks = load_suite(suite)
         self.instructions = [task.instruction for task in self.tasks]
         held_out = STORED - eval_states
         self.state_ids = {
-            "train": range(held_out) if held_out else range(STORED, 1_000_000),
+            "train": range(held_out) if held_out else range(STORED, END),
             "eval": range(held_out, STORED),
         }
-        picture = gym.spaces.Box(0, 255, (image_size, image_size, 3), np.uint8)
-        self.observation_space = gym.spaces.Dict(
-            images=gym.spaces.Dict({camera: picture for camera in self.cameras}),
-            state=gym.spaces.Box(-np.inf, np.inf, (8,), np.float32),
-            task_id=gym.spaces.Discrete(len(self.tasks)),
-        )
+        self.observation_space = observations(self.cameras, image_size, state_size=8, num_tasks=len(self.tasks))
         self.action_space = gym.spaces.Box(-1.0, 1.0, (7,), np.float32)
         self._sim: _Simulator | None = None
         self._rendering = True
@@ -124,12 +121,9 @@ class Libero(gym.Env):
             ValueError: if an option is unknown or an id out of range.
         """
         super().reset(seed=seed)
-        options, train = dict(options or {}), self.state_ids["train"]
-        task_id = int(options.pop("task_id", self.np_random.integers(len(self.tasks))))
-        state_id = int(options.pop("state_id", self.np_random.integers(train.start, train.stop)))
-        _check("reset options", not options, "be task_id and state_id only", sorted(options))
-        _check("task_id", 0 <= task_id < len(self.tasks), f"lie in [0, {len(self.tasks)})", task_id)
-        _check("state_id", state_id >= 0, "be at least 0", state_id)
+        task_id, state_id = episode_of(
+            options, self.np_random, num_tasks=len(self.tasks), train=self.state_ids["train"], end=END
+        )
         if self._sim is None or self._sim.task != self.tasks[task_id]:
             self.close()
             cameras = [CAMERAS[camera] for camera in self.cameras]
@@ -268,8 +262,3 @@ def axis_angle(quaternion: np.ndarray) -> np.ndarray:
     if math.isclose(sine, 0.0):
         return np.zeros(3)
     return np.asarray(quaternion[:3]) * (2.0 * math.acos(w) / sine)
-
-
-def _check(option: str, ok: bool, rule: str, value: object) -> None:
-    if not ok:
-        raise ValueError(f"{option} must {rule}, got {value!r}")

@@ -22,6 +22,7 @@ import gymnasium as gym
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from vla_accel.envs.base import ActionChunk, EpisodeQueue
+from vla_accel.envs.batched import Batched
 from vla_accel.envs.groups import Groups
 from vla_accel.envs.processes import Reporter
 from vla_accel.envs.workers import Workers
@@ -30,6 +31,7 @@ from vla_accel.types import Job
 REGISTRY: dict[str, str] = {
     "tabletop": "vla_accel.envs.tabletop:Tabletop",
     "gym:": "vla_accel.envs.gymnasium_env:GymnasiumEnv",
+    "maniskill:": "vla_accel.envs.maniskill:ManiSkill",
     "metaworld:": "vla_accel.envs.metaworld:MetaWorld",
     **{f"libero_{suite}": "vla_accel.envs.libero:Libero" for suite in ("spatial", "object", "goal", "10", "90")},
 }
@@ -94,7 +96,8 @@ def make_vector_env(
         jobs: for each environment the jobs it plays. In worker processes anything that can be pickled: a list, or
             what `training_jobs` returns; not a generator.
         max_episode_steps: time limit in environment steps; None for the simulator's own.
-        vectorization: `"sync"` for one process, `"async"` for a worker process each, None for the simulator's choice.
+        vectorization: `"sync"` for one process, `"async"` for a worker process each, None for the simulator's choice,
+            which may also be `"batched"`: one simulator for all.
         env_options: options of the simulator.
         timeout_s: seconds after which a worker process that does not answer is replaced; see `workers.py`.
         num_groups: how many parts of equal size can be stepped alone; see `groups.py`.
@@ -118,18 +121,23 @@ def make_vector_env(
     state_ids = dict(probe.get_wrapper_attr("state_ids"))
     limit = max_episode_steps if max_episode_steps is not None else _attribute(probe, "max_episode_steps", None)
     mode = vectorization or _attribute(probe, "vectorization", "async")
-    stand_in = _StandIn(ActionChunk(probe, chunk_size))
+    alone = _StandIn(probe)
+    stand_in = _StandIn(ActionChunk(alone, chunk_size))
     probe.close()
     if limit is None or limit < 1:
         raise ValueError(f"max_episode_steps must be at least 1 and {name!r} has no limit of its own, got {limit}")
-    if mode not in ("sync", "async"):
+    if mode not in ("sync", "async", "batched"):
         raise ValueError(f"vectorization must be 'sync', 'async' or None, got {mode!r}")
-    builders = [_Builder(name, options, limit, chunk_size, stream, os.getpid()) for stream in jobs]
+
+    def start(streams: Sequence[Iterable[Job]]) -> VectorEnv:
+        if mode == "batched":
+            simulator = probe.unwrapped.batch(len(streams))
+            return Batched(simulator, streams, alone, chunk_size=chunk_size, max_episode_steps=limit)
+        builders = [_Builder(name, options, limit, chunk_size, stream, os.getpid()) for stream in streams]
+        return _start_sync(builders) if mode == "sync" else _start_async(builders, stand_in, timeout_s)
+
     size = num_envs // num_groups
-    parts = [
-        _start_sync(group) if mode == "sync" else _start_async(group, stand_in, timeout_s)
-        for group in (builders[begin : begin + size] for begin in range(0, num_envs, size))
-    ]
+    parts = [start(jobs[begin : begin + size]) for begin in range(0, num_envs, size)]
     envs = parts[0] if num_groups == 1 else Groups(parts)
     for each in (envs, *parts):
         each.instructions, each.state_ids = instructions, state_ids

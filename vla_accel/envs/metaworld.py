@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 import gymnasium as gym
 import numpy as np
 
+from vla_accel.envs.arguments import check_names, check_option, check_within, episode_of, observations
 from vla_accel.envs.graphics import prepare_graphics
 from vla_accel.envs.metaworld_tasks import INSTRUCTIONS, SUITES
 
@@ -71,24 +72,18 @@ class MetaWorld(gym.Env):
         max_episode_steps: int = 500,
     ):
         self.tasks = task_names(tasks)
-        self.cameras = [cameras] if isinstance(cameras, str) else list(cameras)
-        _check("cameras", bool(self.cameras) and set(self.cameras) <= set(CAMERAS), f"be out of {CAMERAS}", cameras)
-        _check("image_size", 16 <= image_size <= 1024, "lie in [16, 1024]", image_size)
-        _check("quality", quality in ("full", "fast"), "be 'full' or 'fast'", quality)
-        _check("action_dim", action_dim in (4, 7), "be 4 or 7", action_dim)
-        _check("reward", reward in ("sparse", "dense"), "be 'sparse' or 'dense'", reward)
-        _check("max_episode_steps", max_episode_steps >= 1, "be at least 1", max_episode_steps)
+        self.cameras = check_names("cameras", cameras, CAMERAS)
+        check_within("image_size", image_size, 16, 1024)
+        check_option("quality", quality in ("full", "fast"), "be 'full' or 'fast'", quality)
+        check_option("action_dim", action_dim in (4, 7), "be 4 or 7", action_dim)
+        check_option("reward", reward in ("sparse", "dense"), "be 'sparse' or 'dense'", reward)
+        check_option("max_episode_steps", max_episode_steps >= 1, "be at least 1", max_episode_steps)
         self.image_size, self.quality, self.action_dim, self.reward = image_size, quality, action_dim, reward
         self.max_episode_steps = max_episode_steps
         words = INSTRUCTIONS | _read_instructions(instructions_file)
         self.instructions = [words[task] for task in self.tasks]
         self.state_ids = {"train": range(1000, 1_000_000), "eval": range(1000)}
-        picture = gym.spaces.Box(0, 255, (image_size, image_size, 3), np.uint8)
-        self.observation_space = gym.spaces.Dict(
-            images=gym.spaces.Dict({camera: picture for camera in self.cameras}),
-            state=gym.spaces.Box(-np.inf, np.inf, (4,), np.float32),
-            task_id=gym.spaces.Discrete(len(self.tasks)),
-        )
+        self.observation_space = observations(self.cameras, image_size, state_size=4, num_tasks=len(self.tasks))
         self.action_space = gym.spaces.Box(-1.0, 1.0, (action_dim,), np.float32)
         if not installed():
             raise ValueError('metaworld needs its package: pip install "vla_accel[metaworld]"')
@@ -107,12 +102,8 @@ class MetaWorld(gym.Env):
             ValueError: if an option is unknown or an id out of range.
         """
         super().reset(seed=seed)
-        options, train = dict(options or {}), self.state_ids["train"]
-        task_id = int(options.pop("task_id", self.np_random.integers(len(self.tasks))))
-        state_id = int(options.pop("state_id", self.np_random.integers(train.start, train.stop)))
-        _check("reset options", not options, "be task_id and state_id only", sorted(options))
-        _check("task_id", 0 <= task_id < len(self.tasks), f"lie in [0, {len(self.tasks)})", task_id)
-        _check("state_id", 0 <= state_id < train.stop, f"lie in [0, {train.stop})", state_id)
+        train = self.state_ids["train"]
+        task_id, state_id = episode_of(options, self.np_random, num_tasks=len(self.tasks), train=train, end=train.stop)
         self.task_id = task_id
         self._now = self._simulator(self.tasks[task_id])
         self._now.reset(state_id)
@@ -272,7 +263,7 @@ def task_names(given: str) -> list[str]:
             near = difflib.get_close_matches(name, list(INSTRUCTIONS), n=1, cutoff=0.3)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise ValueError(f"metaworld:{name} is neither a task nor one of the suites {', '.join(SUITES)}.{hint}")
-    _check("tasks", len(set(names)) == len(names), "name each task once", given)
+    check_option("tasks", len(set(names)) == len(names), "name each task once", given)
     return names
 
 
@@ -281,12 +272,7 @@ def _read_instructions(file: str | None) -> Mapping[str, str]:
         return {}
     words = json.loads(Path(file).read_text(encoding="utf-8"))
     fits = isinstance(words, dict) and all(isinstance(text, str) and text.strip() for text in words.values())
-    _check("instructions_file", fits, "hold an object of task name -> sentence", file)
+    check_option("instructions_file", fits, "hold an object of task name -> sentence", file)
     unknown = sorted(set(words) - set(INSTRUCTIONS))
-    _check("instructions_file", not unknown, "name tasks of Meta-World only", unknown)
+    check_option("instructions_file", not unknown, "name tasks of Meta-World only", unknown)
     return words
-
-
-def _check(option: str, ok: bool, rule: str, value: object) -> None:
-    if not ok:
-        raise ValueError(f"{option} must {rule}, got {value!r}")

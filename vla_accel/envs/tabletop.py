@@ -31,6 +31,7 @@ from typing import Any, ClassVar
 import gymnasium as gym
 import numpy as np
 
+from vla_accel.envs.arguments import check_names, check_within, episode_of
 from vla_accel.envs.drawing import Box, Camera, Table, draw
 from vla_accel.envs.tabletop_expert import VERBS, expert_action
 from vla_accel.envs.tabletop_world import HALF_BLOCK, HALF_FINGER, HALF_TABLE, World
@@ -93,14 +94,14 @@ class Tabletop(gym.Env):
         start_jitter: float = 0.04,
         max_episode_steps: int = 12,
     ):
-        tasks = _names("tasks", tasks, VERBS)
-        self.colors = _names("colors", colors, tuple(COLORS))
-        self.cameras = _names("cameras", cameras, CAMERAS)
-        _within("num_blocks", num_blocks, 1, len(COLORS))
-        _within("image_size", image_size, 16, 4096)
-        _within("reach_radius", reach_radius, 0.025, 0.055)
-        _within("start_jitter", start_jitter, 0.0, 0.08)
-        _within("max_episode_steps", max_episode_steps, 1, 10**9)
+        tasks = check_names("tasks", tasks, VERBS)
+        self.colors = check_names("colors", colors, tuple(COLORS))
+        self.cameras = check_names("cameras", cameras, CAMERAS)
+        check_within("num_blocks", num_blocks, 1, len(COLORS))
+        check_within("image_size", image_size, 16, 4096)
+        check_within("reach_radius", reach_radius, 0.025, 0.055)
+        check_within("start_jitter", start_jitter, 0.0, 0.08)
+        check_within("max_episode_steps", max_episode_steps, 1, 10**9)
         self.num_blocks, self.image_size, self.reach_radius = num_blocks, image_size, reach_radius
         self.start_jitter, self.max_episode_steps = start_jitter, max_episode_steps
         self.tasks = [(verb, color) for verb in tasks for color in self.colors]
@@ -129,18 +130,8 @@ class Tabletop(gym.Env):
             ValueError: if an option is unknown or an id out of range.
         """
         super().reset(seed=seed)
-        options = dict(options or {})
         train = self.state_ids["train"]
-        task_id = options.pop("task_id", None)
-        task_id = int(self.np_random.integers(len(self.tasks))) if task_id is None else int(task_id)
-        state_id = options.pop("state_id", None)
-        state_id = int(self.np_random.integers(train.start, train.stop)) if state_id is None else int(state_id)
-        if options:
-            raise ValueError(f"reset options are task_id and state_id, got {sorted(options)} as well")
-        if not 0 <= task_id < len(self.tasks):
-            raise ValueError(f"task_id must lie in [0, {len(self.tasks)}), got {task_id}")
-        if not 0 <= state_id < train.stop:
-            raise ValueError(f"state_id must lie in [0, {train.stop}), got {state_id}")
+        task_id, state_id = episode_of(options, self.np_random, num_tasks=len(self.tasks), train=train, end=train.stop)
         self.task_id, (self.verb, color) = task_id, self.tasks[task_id]
         spots, tip = _layout(state_id, self.start_jitter)
         self.world = World(spots[: self.num_blocks], tip)
@@ -284,15 +275,3 @@ def _shadow(x: float, y: float, height: float, half: float) -> tuple[np.ndarray,
     x, y, half = x + 0.25 * height, y - 0.2 * height, half + 0.004
     outline = np.array([(x - half, y - half), (x + half, y - half), (x + half, y + half), (x - half, y + half)])
     return outline, min(0.92, 0.68 + height)
-
-
-def _names(option: str, given: Sequence[str], known: Sequence[str]) -> list[str]:
-    given = [given] if isinstance(given, str) else list(given)
-    if not given or len(set(given)) < len(given) or not set(given) <= set(known):
-        raise ValueError(f"{option} must be one or more of {', '.join(known)}, each at most once, got {given}")
-    return given
-
-
-def _within(option: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise ValueError(f"{option} must lie in [{low}, {high}], got {value}")
