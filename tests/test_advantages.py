@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vla_accel.advantages import gae, normalize
+from vla_accel.advantages import gae, group_relative, normalize
 
 REWARD, VALUE, NEXT_VALUE = [1.0, 2.0, 4.0, 8.0], [1.0, 2.0, 3.0, 4.0], [2.0, 3.0, 4.0, 6.0]
 NAN = float("nan")
@@ -157,3 +157,50 @@ def test_normalize_uses_the_sums_of_all_processes():
     results = [normalize(whole[part], valid[part], global_sum=over_both) for part in (slice(0, 1), slice(1, 5))]
     assert said == {2: [(1.0, 1.0), (3.0, 11.0)], 1: [(4.0,), (10.0,)]}
     torch.testing.assert_close(torch.cat(results), normalize(whole, valid, global_sum=alone))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Groups
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def compare(rewards, lengths, *, ended=None, group_size=3):
+    """Episodes of these lengths, each with its reward at its last decision."""
+    place, lengths = torch.arange(3)[:, None], torch.tensor(lengths)
+    last = place == lengths - 1
+    return group_relative(
+        torch.where(last, torch.tensor(rewards), torch.zeros(3, 1)),
+        ended=last if ended is None else last & torch.tensor(ended),
+        valid=place < lengths,
+        group_size=group_size,
+    )
+
+
+def test_an_episode_is_compared_with_its_own_group():
+    advantage, used = compare([4.0, 1.0, 1.0, 7.0, 7.0, 1.0], [1, 2, 3, 3, 1, 1])
+    # First group: mean 2, deviation sqrt((4 + 1 + 1) / 3) = sqrt 2. Second: mean 5, deviation sqrt((4 + 4 + 16) / 3).
+    high, low = 2**0.5, -(0.5**0.5)
+    expected = [[high, low, low, -low, -low, -high], [0, low, low, -low, 0, 0], [0, 0, low, -low, 0, 0]]
+    torch.testing.assert_close(advantage, torch.tensor(expected), rtol=1e-6, atol=0)
+    assert torch.equal(used, torch.tensor(expected) != 0)
+
+
+def test_a_group_that_agrees_says_nothing():
+    advantage, used = compare([1.0, 1.0, 1.0, 0.0, 1.0, 0.0], [2, 3, 1, 3, 1, 3])
+    assert not advantage[:, :3].any()
+    assert used.any(0).tolist() == [False] * 3 + [True] * 3
+
+
+def test_an_episode_that_was_broken_off_counts_nowhere():
+    # Without the last, the first group has mean 2 and deviation 1; the second is left with one episode.
+    advantage, used = compare([3.0, 1.0, 99.0, 5.0, 1.0, 2.0], [1] * 6, ended=[True, True, False, True, False, False])
+    assert advantage[0].tolist() == [1.0, -1.0, 0.0, 0.0, 0.0, 0.0]
+    assert used[0].tolist() == [True, True, False, False, False, False]
+
+
+def test_an_episode_begun_again_counts_nowhere():
+    valid = torch.tensor([[True, True], [False, True], [True, True]])  # its second decision was lost
+    ended = torch.tensor([[False, False], [False, False], [True, True]])
+    advantage, used = group_relative(torch.eye(3)[:, [0, 2]], ended=ended, valid=valid, group_size=2)
+    assert not advantage.any()
+    assert not used.any()

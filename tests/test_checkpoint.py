@@ -38,7 +38,11 @@ def whole_run(tiny_openvla_oft, tmp_path_factory):
 @pytest.fixture
 def cut_run(whole_run, tmp_path):
     """The same run as if it had been killed while it wrote its third checkpoint."""
-    folder = shutil.copytree(whole_run, tmp_path / "run")
+    return cut(whole_run, tmp_path / "run")
+
+
+def cut(whole_run, folder):
+    shutil.copytree(whole_run, folder)
     for late in (folder / "policy", folder / "checkpoints" / "000004"):
         shutil.rmtree(late)
     (folder / "checkpoints" / "000003").rename(folder / "checkpoints" / "000003.part")
@@ -53,9 +57,21 @@ def test_a_run_that_was_killed_resumes_exactly(whole_run, cut_run, tiny_openvla_
     # 10 steps in chunks of 4: episodes run over the checkpoint, so running ones have to be replayed.
     assert find_checkpoint(cut_run).name == "000002"
     train(options(tiny_openvla_oft, "--run.resume", cut_run))
-    assert rows(cut_run) == rows(whole_run)
+    assert_same_run(cut_run, whole_run)
+
+
+def test_a_run_of_whole_episodes_that_was_killed_resumes_exactly(tiny_openvla_oft, tmp_path):
+    grpo = ("--ppo.advantage", "grpo", "--ppo.group-size", 3)
+    train(options(tiny_openvla_oft, "--run.output-dir", tmp_path / "whole", *grpo))
+    again = cut(tmp_path / "whole", tmp_path / "run")
+    train(options(tiny_openvla_oft, "--run.resume", again, *grpo))
+    assert_same_run(again, tmp_path / "whole")
+
+
+def assert_same_run(run, other):
+    assert rows(run) == rows(other)
     for name in ("model.safetensors", "value_head.safetensors"):
-        expected, found = (load_file(folder / "policy" / name) for folder in (whole_run, cut_run))
+        expected, found = (load_file(folder / "policy" / name) for folder in (other, run))
         assert expected.keys() == found.keys()
         assert all(torch.equal(expected[key], found[key]) for key in expected), name
 

@@ -66,6 +66,8 @@ BAD = {
     "ppo.lr_warmup": NEGATIVE_COUNT,
     "ppo.weight_decay": NEGATIVE,
     "ppo.max_grad_norm": NEGATIVE,
+    "ppo.advantage": ["critic"],
+    "ppo.group_size": [*NOT_A_COUNT, 1],
     "ppo.gamma": NOT_A_SHARE,
     "ppo.gae_lambda": NOT_A_SHARE,
     "ppo.clip_low": [*NOT_POSITIVE, 1.0],
@@ -193,6 +195,12 @@ def test_minibatches_must_divide_the_decisions_and_the_nearest_size_is_named():
             rollout=RolloutConfig(num_decisions=8),
             ppo=PPOOptions(minibatch_size=44),
         )
+
+
+def test_environments_must_divide_into_groups_and_the_nearest_size_is_named():
+    grpo = PPOOptions(advantage="grpo", group_size=5)
+    with pytest.raises(ValueError, match=r"^--ppo\.group_size must divide env\.num_envs = 32, but is 5\. .*does: 4\.$"):
+        PPOConfig(model="openvla", policy=PolicyConfig(), ppo=grpo)
 
 
 def test_an_output_folder_beside_resume_is_refused():

@@ -165,3 +165,9 @@ def test_groups_must_divide_the_environments_of_the_run_and_of_each_process():
     assert own_envs(8, 1, 2, num_groups=2) == (4, 4)
     with pytest.raises(ValueError, match=r"^--rollout\.num_groups must divide .* = 8, processes: 2\), but is 8\.$"):
         own_envs(8, 1, 2, num_groups=8)
+
+
+def test_environments_that_play_the_same_episode_are_on_one_process():
+    assert own_envs(12, 1, 2, group_size=3) == (6, 6)
+    with pytest.raises(ValueError, match=r"^--ppo\.group_size must divide .* = 12, processes: 2\), but is 4\.$"):
+        own_envs(12, 1, 2, group_size=4)

@@ -59,6 +59,8 @@ PPO_CASES = {
     "ppo.lr_warmup": ("--ppo.lr_warmup 1", ""),
     "ppo.weight_decay": ("--ppo.weight_decay 0.1", ""),
     "ppo.max_grad_norm": ("--ppo.max_grad_norm 1e-3", ""),
+    "ppo.advantage": ("--ppo.advantage grpo", "--ppo.group_size 2"),
+    "ppo.group_size": ("--ppo.group_size 4", "--ppo.advantage grpo --ppo.group_size 2 --env.num_envs 4"),
     "ppo.gamma": ("--ppo.gamma 0.5", ""),
     "ppo.gae_lambda": ("--ppo.gae_lambda 0.5", "--ppo.value_learning_rate 0.1"),
     "ppo.clip_low": ("--ppo.clip_low 1e-4", ""),

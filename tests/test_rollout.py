@@ -7,6 +7,7 @@ from helpers.policies import CountingPolicy
 
 from vla_accel.advantages import gae
 from vla_accel.envs import make_env, make_vector_env, training_jobs
+from vla_accel.envs.jobs import WithRests
 from vla_accel.rollout import collect, start
 from vla_accel.types import Episode, Job, Observation
 
@@ -89,6 +90,18 @@ def test_episodes_go_on_over_the_border_between_two_rollouts(lengths):
         assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name)), name
     assert torch.equal(torch.cat([part.inputs["state"] for part in parts]), whole.inputs["state"])
     assert [e for part in parts for e in part.episodes] == whole.episodes
+
+
+def test_whole_episodes_end_where_the_longest_does_and_the_next_ones_begin_together():
+    envs, policy = counting_envs([WithRests(FIRST), WithRests(SECOND)]), CountingPolicy(2)
+    first = collect(policy, policy, envs, start(envs), num_decisions=None, device=CPU)
+    second = collect(policy, policy, envs, start(envs), num_decisions=None, device=CPU)
+    envs.close()
+    assert first.valid.T.int().tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert second.valid.T.int().tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert [e.job for e in first.episodes] == [SECOND[0], FIRST[0]]
+    assert [e.job for e in second.episodes] == [FIRST[1], SECOND[1]]
+    assert first.reward.T.tolist() == [[3, 7, 5], [3, 7, 0]]
 
 
 def test_collect_keeps_inputs_and_trace_of_the_decision_they_belong_to():

@@ -1,7 +1,7 @@
 """From rewards to advantages: pure functions on `[T, N]` tensors.
 
 Not here: anything that talks to other processes; `distributed.global_sum` supplies the sums of `normalize`.
-Usage: `advantage, returns = gae(rollout.reward, rollout.value, ..., gamma=0.99, gae_lambda=0.95)`.
+Usage: `advantage, returns, used = estimate(rollout, options, global_sum=partial(global_sum, accelerator))`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,42 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from vla_accel.config import PPOOptions
+from vla_accel.types import Rollout
+
+
+def estimate(
+    rollout: Rollout, options: PPOOptions, *, global_sum: Callable[..., Sequence[float]]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Advantages, targets of the value head, and which decisions to learn from, each `[T, N]`.
+
+    Collective: call on every rank.
+
+    Args:
+        rollout: for grpo, one whole episode of each environment.
+        options: of PPO.
+        global_sum: as for `normalize`.
+    """
+    if options.advantage == "grpo":
+        ended = rollout.terminated | rollout.truncated
+        advantage, used = group_relative(
+            rollout.reward, ended=ended, valid=rollout.valid, group_size=options.group_size
+        )
+        return advantage, rollout.value, used
+    advantage, returns = gae(
+        rollout.reward,
+        rollout.value,
+        next_value=rollout.next_value,
+        terminated=rollout.terminated,
+        truncated=rollout.truncated,
+        valid=rollout.valid,
+        gamma=options.gamma,
+        gae_lambda=options.gae_lambda,
+    )
+    if options.normalize_advantages:
+        advantage = normalize(advantage, rollout.valid, global_sum=global_sum)
+    return advantage, returns, rollout.valid
 
 
 def gae(
@@ -56,6 +92,41 @@ def gae(
         advantage[t] = running
     returns = torch.where(valid, advantage + value, torch.zeros_like(value))
     return advantage, returns
+
+
+def group_relative(
+    reward: Tensor, *, ended: Tensor, valid: Tensor, group_size: int, eps: float = 1e-8
+) -> tuple[Tensor, Tensor]:
+    r"""How much better each episode went than others from the same initial state (GRPO, arXiv 2402.03300).
+
+    \[ \hat A_{t,n} = \frac{R_n - \mathrm{mean}(R_{G(n)})}{\mathrm{std}(R_{G(n)})}, \qquad R_n = \sum_t r_{t,n} \]
+
+    where \(G(n)\) is n's group of `group_size` neighbouring environments, each of which plays one episode. An episode
+    that was broken off counts nowhere. Groups whose episodes all went alike say nothing and are left out, as are those
+    with fewer than two episodes.
+
+    Args:
+        reward: float32 `[T, N]`.
+        ended: bool `[T, N]`, True at an episode's last decision, however it ended.
+        valid: bool `[T, N]`, False after the episode and where a decision was lost.
+        group_size: a divisor of N.
+        eps: a deviation below this counts as 0.
+
+    Returns:
+        advantage, float32 `[T, N]`, 0 where it says nothing; and where it does say something, bool `[T, N]`.
+    """
+    length = valid.sum(0)
+    place = torch.arange(len(valid))[:, None]
+    whole = ended.any(0) & (valid == (place < length)).all(0)
+    total = torch.where(valid, reward, torch.zeros_like(reward)).sum(0).double().unflatten(0, (-1, group_size))
+    counts = whole.unflatten(0, (-1, group_size)).double()
+    number = counts.sum(1, keepdim=True).clamp_min(1.0)
+    centred = (total - (total * counts).sum(1, keepdim=True) / number) * counts
+    deviation = (centred.square().sum(1, keepdim=True) / number).sqrt()
+    told = (deviation > eps).expand_as(counts).flatten() & whole
+    score = (centred / deviation.clamp_min(eps)).flatten().to(reward.dtype)
+    used = valid & told
+    return torch.where(used, score, torch.zeros_like(reward)), used
 
 
 def normalize(

@@ -1,7 +1,7 @@
 """The decisions of a rollout as one flat batch, and how they are dealt to optimizer steps and forward passes.
 
 Not here: the loss and the update (`ppo.py`).
-Usage: `batch = make_batch(rollout, advantage, returns, unit_step=policy.unit_step, first_env=0)`.
+Usage: `batch = make_batch(rollout, advantage, returns, used, unit_step=policy.unit_step, first_env=0)`.
 """
 
 from __future__ import annotations
@@ -136,18 +136,28 @@ def unit_mask(unit_step: Tensor, executed: Tensor) -> Tensor:
     return unit_step[None, :] < executed[:, None]
 
 
-def make_batch(rollout: Rollout, advantage: Tensor, returns: Tensor, *, unit_step: Tensor, first_env: int) -> Batch:
-    """Flatten a rollout to its valid decisions. `old_log_prob` is the rollout's until `rescore` replaces it.
+def make_batch(
+    rollout: Rollout,
+    advantage: Tensor,
+    returns: Tensor,
+    used: Tensor | None = None,
+    *,
+    unit_step: Tensor,
+    first_env: int,
+) -> Batch:
+    """Flatten a rollout to the decisions to learn from. `old_log_prob` is the rollout's until `rescore` replaces it.
 
     Args:
         rollout: `[T, N]`.
         advantage: float32 `[T, N]`, normalised or not.
         returns: float32 `[T, N]`.
+        used: bool `[T, N]`, which valid decisions to learn from. None: all.
         unit_step: int64 `[U]`.
         first_env: number of this rank's first environment, counted over all processes.
     """
     whole = _flatten(rollout, advantage, returns, unit_step=unit_step, first_env=first_env)
-    keep = torch.nonzero((rollout.valid & (rollout.executed > 0)).flatten()).flatten()
+    keep = rollout.valid & (rollout.executed > 0)
+    keep = torch.nonzero((keep if used is None else keep & used).flatten()).flatten()
     batch = whole.select(keep, "cpu")
     batch.spare = whole.select(torch.zeros(1, dtype=torch.int64), "cpu")
     return batch

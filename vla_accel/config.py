@@ -55,8 +55,17 @@ class PPOConfig:
         groups = self.rollout.num_groups
         check(self.env.num_envs % groups == 0, "rollout.num_groups", rule, groups)
         batch = self.rollout.num_decisions * self.env.num_envs
+        grpo = self.ppo.advantage == "grpo"
+        rule = f"must divide env.num_envs = {self.env.num_envs}"
         check(
-            batch % self.ppo.minibatch_size == 0,
+            not grpo or self.env.num_envs % self.ppo.group_size == 0,
+            "ppo.group_size",
+            rule,
+            self.ppo.group_size,
+            f"The nearest that does: {nearest_divisor(self.env.num_envs, self.ppo.group_size)}.",
+        )
+        check(
+            grpo or batch % self.ppo.minibatch_size == 0,
             "ppo.minibatch_size",
             f"must divide the decisions of an iteration (rollout.num_decisions x env.num_envs = {batch})",
             self.ppo.minibatch_size,

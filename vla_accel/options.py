@@ -156,7 +156,8 @@ class RolloutConfig:
     """How much experience an update gets."""
 
     num_decisions: int = 12
-    """Decisions of each environment per iteration. Episodes go on over the end of an iteration."""
+    """Decisions of each environment per iteration. Episodes go on over the end of an iteration. With --ppo.advantage
+    grpo only a number to divide by: there each environment plays one whole episode."""
     num_groups: int = 1
     """Groups of environments that take turns: while one steps, in worker processes, the policy acts for the next.
     Changes speed, not the result."""
@@ -167,7 +168,13 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PPOOptions:
-    """The update (PPO, arXiv 1707.06347; GAE, arXiv 1506.02438)."""
+    """The update (PPO, arXiv 1707.06347)."""
+
+    advantage: Literal["gae", "grpo"] = "gae"
+    """gae: of each decision, by a value head (GAE, arXiv 1506.02438). grpo: of a whole episode, by comparing it with
+    others from the same initial state (GRPO, arXiv 2402.03300); no value is learned, groups that agree are left out."""
+    group_size: int = 8
+    """Episodes from the same initial state that grpo compares."""
 
     learning_rate: float = 3e-4
     """Of the policy (AdamW)."""
@@ -200,13 +207,13 @@ class PPOOptions:
     micro_batch_size: int = 48
     """Decisions per forward and backward pass on one process. Changes memory and speed, not the result."""
     value_coef: float = 0.5
-    """Weight of the value loss."""
+    """Weight of the value loss of gae."""
     value_clip: float = 0.0
     """Clip the value's change from the rollout's here. 0: never."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     normalize_advantages: bool = True
-    """Bring the advantages of a rollout to mean 0 and deviation 1, over its valid decisions on all processes."""
+    """Bring the advantages of gae to mean 0 and deviation 1, over a rollout's valid decisions on all processes."""
     target_kl: float = 0.0
     """End an iteration's update when the approximate KL to the rollout's policy passes this (nats per ratio).
     0: never."""
@@ -225,6 +232,8 @@ class PPOOptions:
         check_counts("ppo", self, "epochs", "minibatch_size", "micro_batch_size", "max_skipped", least=1)
         check_counts("ppo", self, "critic_warmup", "lr_warmup", least=0)
         check(self.clip_low < 1, "ppo.clip_low", "must be below 1", self.clip_low)
+        check_counts("ppo", self, "group_size", least=2)
+        check_choice("ppo.advantage", self.advantage, ("gae", "grpo"))
         check_choice("ppo.ratio_level", self.ratio_level, ("unit", "step", "chunk"))
         check_choice("ppo.lr_schedule", self.lr_schedule, ("constant", "linear", "cosine"))
 

@@ -260,7 +260,8 @@ def _backward(
             policy = part.policy / counts["ratios"] - options.entropy_coef * part.entropy / counts["units"]
             value = part.value / counts["rows"]
             # Every output stays in the graph, weighted by 0 if need be: data parallelism waits for all parameters.
-            loss = weight * (float(train_policy) * policy + options.value_coef * value)
+            value_coef = options.value_coef if options.advantage == "gae" else 0.0
+            loss = weight * (float(train_policy) * policy + value_coef * value)
             # Data parallelism averages gradients over the ranks; these are parts of one sum.
             accelerator.backward(loss * accelerator.num_processes)
         if weight:

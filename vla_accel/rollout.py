@@ -9,6 +9,7 @@ Usage: `state = start(envs); rollout = collect(model, policy, envs, state, num_d
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,7 +76,7 @@ def collect(
     envs: gym.vector.VectorEnv,
     state: EnvState,
     *,
-    num_decisions: int,
+    num_decisions: int | None,
     device: torch.device,
 ) -> Rollout:
     """Take `num_decisions` decisions in every environment, going on where the last rollout ended.
@@ -85,7 +86,7 @@ def collect(
         policy: the policy inside `model`, for `prepare`.
         envs: from `make_vector_env`.
         state: where the environments stand; moved on in place.
-        num_decisions: T.
+        num_decisions: T. None: as many as it takes until all environments are idle.
         device: of the model.
 
     Returns:
@@ -96,19 +97,24 @@ def collect(
         _Group(envs=part, rows=rows, obs=state.obs.select(everywhere[rows]), idle=state.idle[rows])
         for part, rows in parts_of(envs)
     ]
-    kept = Kept(policy.keep_bytes // (num_decisions * envs.num_envs))
+    usual = num_decisions or math.ceil(envs.max_episode_steps / envs.chunk_size)
+    kept = Kept(policy.keep_bytes // (usual * envs.num_envs))
     seconds = Seconds()
-    for t in range(num_decisions + 1):
+    for t in itertools.count():
         for group in groups:
             if t > 0:
                 with seconds.measure("env"):
                     group.finish()
-            if t < num_decisions:
+            if group is groups[0]:
+                more = t < num_decisions if num_decisions else not all(each.idle.all() for each in groups)
+            if more:
                 with seconds.measure("policy"), _noise_of(policy, group.rows):
                     inputs = policy.prepare(group.obs)
                     sample = kept.strip(act(model, inputs, device))
                 with seconds.measure("env"):
                     group.begin(inputs, sample)
+        if not more:
+            break
     with seconds.measure("policy"):
         next_value = torch.cat([_next_values(model, policy, group, device) for group in groups], 1)
     rollout = _stack(groups, next_value)

@@ -15,7 +15,7 @@ from typing import Any
 import gymnasium as gym
 import torch
 
-from vla_accel.advantages import gae, normalize
+from vla_accel.advantages import estimate
 from vla_accel.batch import make_batch
 from vla_accel.checkpoint import check_same_options, export_policy, find_checkpoint, load_checkpoint, save_checkpoint
 from vla_accel.config import EnvConfig, PPOConfig, PPOOptions, to_dict
@@ -28,6 +28,7 @@ from vla_accel.distributed import (
 )
 from vla_accel.envs.base import training_jobs
 from vla_accel.envs.families import for_model
+from vla_accel.envs.jobs import WithRests
 from vla_accel.envs.make import make_env, make_vector_env
 from vla_accel.evaluate import can_film, evaluate, film
 from vla_accel.modes import rollout_mode, train_mode
@@ -92,13 +93,16 @@ def train(config: PPOConfig) -> dict[str, Any]:
     if trackers:
         accelerator.init_trackers("vla_accel", config=_flat(to_dict(config)))
 
+    whole_episodes = config.ppo.advantage == "grpo"
+    group_size = config.ppo.group_size if whole_episodes else 1
     first_env, num_envs = own_envs(
         config.env.num_envs,
         accelerator.process_index,
         accelerator.num_processes,
         num_groups=config.rollout.num_groups,
+        group_size=group_size,
     )
-    envs = make_training_envs(config, policy, first_env, num_envs)
+    envs = make_training_envs(config, policy, first_env, num_envs, group_size=group_size)
     policy.fit_instructions(envs.instructions)
     policy.seed(config.run.seed, first_env=first_env, num_envs=num_envs)
     model, optimizer = prepare_policy(
@@ -109,7 +113,8 @@ def train(config: PPOConfig) -> dict[str, Any]:
         weight_decay=config.ppo.weight_decay,
     )
     log = RunLog(output, enabled=main)
-    num_minibatches = config.rollout.num_decisions * config.env.num_envs // config.ppo.minibatch_size
+    per_env = math.ceil(envs.max_episode_steps / envs.chunk_size) if whole_episodes else config.rollout.num_decisions
+    num_minibatches = max(1, per_env * config.env.num_envs // config.ppo.minibatch_size)
     run_evaluation = partial(
         evaluate, accelerator, model, policy, config.env, episodes=config.run.eval_episodes, seed=config.run.seed
     )
@@ -129,21 +134,14 @@ def train(config: PPOConfig) -> dict[str, Any]:
         seconds = Seconds()
         with seconds.measure("rollout"), rollout_mode(model):
             rollout = collect(
-                model, policy, envs, state, num_decisions=config.rollout.num_decisions, device=accelerator.device
-            )
-        advantage, returns = gae(
-            rollout.reward,
-            rollout.value,
-            next_value=rollout.next_value,
-            terminated=rollout.terminated,
-            truncated=rollout.truncated,
-            valid=rollout.valid,
-            gamma=config.ppo.gamma,
-            gae_lambda=config.ppo.gae_lambda,
-        )
-        if config.ppo.normalize_advantages:
-            advantage = normalize(advantage, rollout.valid, global_sum=partial(global_sum, accelerator))
-        batch = make_batch(rollout, advantage, returns, unit_step=policy.unit_step, first_env=first_env)
+                model, policy, envs, state,
+                num_decisions=None if whole_episodes else config.rollout.num_decisions,
+                device=accelerator.device,
+            )  # fmt: skip
+            if whole_episodes:
+                state = start(envs)
+        estimates = estimate(rollout, config.ppo, global_sum=partial(global_sum, accelerator))
+        batch = make_batch(rollout, *estimates, unit_step=policy.unit_step, first_env=first_env)
         set_learning_rates(optimizer, config.ppo, iteration, config.run.iterations)
         with seconds.measure("update"), train_mode(model):
             metrics = rescore(accelerator, model, batch, config.ppo)
@@ -240,25 +238,39 @@ def check_env_fits(config: EnvConfig, spec: PolicySpec) -> None:
         )
 
 
-def own_envs(num_envs: int, rank: int, world: int, *, num_groups: int = 1) -> tuple[int, int]:
-    """First environment and number of environments of a rank; they need not divide if there is one group.
+def own_envs(num_envs: int, rank: int, world: int, *, num_groups: int = 1, group_size: int = 1) -> tuple[int, int]:
+    """First environment and number of environments of a rank; they need not divide if there are no groups.
+
+    Args:
+        num_envs: over all processes.
+        rank: of the process.
+        world: number of processes.
+        num_groups: groups in each process that take turns.
+        group_size: environments that play the same episode, all in one process.
 
     Raises:
-        ValueError: when there are fewer environments than processes, or they do not divide into groups of equal size.
+        ValueError: when there are fewer environments than processes, or they do not divide into groups.
     """
     check(num_envs >= world, "env.num_envs", f"must be at least the number of processes, {world}", num_envs)
     rule = f"must divide the environments of each process evenly (env.num_envs = {num_envs}, processes: {world})"
     check(num_groups == 1 or num_envs % (world * num_groups) == 0, "rollout.num_groups", rule, num_groups)
+    rule = f"must divide the environments of each process (env.num_envs = {num_envs}, processes: {world})"
+    check(group_size == 1 or num_envs % (world * group_size) == 0, "ppo.group_size", rule, group_size)
     share, rest = divmod(num_envs, world)
     return rank * share + min(rank, rest), share + (rank < rest)
 
 
-def make_training_envs(config: PPOConfig, policy: Policy, first_env: int, num_envs: int) -> gym.vector.VectorEnv:
-    """This rank's environments, each with an endless stream of training jobs of its own."""
+def make_training_envs(
+    config: PPOConfig, policy: Policy, first_env: int, num_envs: int, *, group_size: int = 1
+) -> gym.vector.VectorEnv:
+    """This rank's environments, each with an endless stream of training jobs.
+
+    With a `group_size` above 1 that many neighbours play the same jobs, and rest after each until they are reset.
+    """
     env = config.env
     probe = make_env(env.name, **env.parsed_options())
     task_ids, state_ids = range(len(probe.unwrapped.instructions)), probe.unwrapped.state_ids["train"]
-    pin_tasks = getattr(probe.unwrapped, "slow_task_change", False) and env.num_envs % len(task_ids) == 0
+    pin_tasks = getattr(probe.unwrapped, "slow_task_change", False) and env.num_envs % (group_size * len(task_ids)) == 0
     probe.close()
     jobs = [
         training_jobs(
@@ -267,6 +279,7 @@ def make_training_envs(config: PPOConfig, policy: Policy, first_env: int, num_en
             seed=config.run.seed,
             stream=first_env + i,
             num_streams=env.num_envs,
+            group_size=group_size,
             pin_tasks=pin_tasks,
         )
         for i in range(num_envs)
@@ -275,7 +288,7 @@ def make_training_envs(config: PPOConfig, policy: Policy, first_env: int, num_en
         env.name,
         num_envs=num_envs,
         chunk_size=env.chunk_size or policy.chunk_size,
-        jobs=jobs,
+        jobs=jobs if group_size == 1 else [WithRests(stream) for stream in jobs],
         max_episode_steps=env.max_episode_steps,
         vectorization=None if env.vectorization == "auto" else env.vectorization,
         env_options=env.parsed_options(),

@@ -8,7 +8,7 @@ Usage: `training_jobs(task_ids=range(4), state_ids=env.state_ids["train"], seed=
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -56,6 +56,22 @@ class TrainingJobs(Iterator[Job]):
             state_id=int(self.state_ids[draw.integers(len(self.state_ids))]),
             seed=int(draw.integers(_MAX_SEED)),
         )
+
+
+class WithRests(Iterator[Job | None]):
+    """Each of some jobs, and after it None, which lets the environment rest until the next `reset()`.
+
+    Args:
+        jobs: endless or not.
+    """
+
+    def __init__(self, jobs: Iterable[Job]):
+        self.jobs = iter(jobs)
+        self.rests = True
+
+    def __next__(self) -> Job | None:
+        self.rests = not self.rests
+        return None if self.rests else next(self.jobs)
 
 
 def training_jobs(
