@@ -6,7 +6,7 @@ import pytest
 import torch
 from pi0_golden import NOISE, OBSERVATION, SIZES, STATE, TIME, model, outputs
 
-from vla_accel.models.pi0 import layers, modeling, prefix
+from vla_accel.models.pi0 import layers, modeling, prefix, vision
 
 TOLERANCE = 1e-5  # of test_pi0_parity, for sampled actions
 
@@ -78,8 +78,8 @@ def rotation_of_neighbours(monkeypatch):
 
 
 def exact_gelu(monkeypatch):
-    plain = layers.F.gelu
-    monkeypatch.setattr(layers.F, "gelu", lambda x, **_: plain(x))
+    for module in (layers, vision):
+        monkeypatch.setattr(module, "gelu", layers.F.gelu)
 
 
 MUTATIONS = [

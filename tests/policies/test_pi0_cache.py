@@ -92,8 +92,9 @@ def test_gradient_checkpointing_changes_no_update(make, accelerator, freeze):
     after = []
     for recompute in (False, True):
         policy = make(freeze_vlm=freeze, gradient_checkpointing=recompute)
+        batch = batch_of(policy)
         spy = Spy(policy)
-        run(accelerator, policy, batch_of(policy), rate=1e-3)
+        run(accelerator, policy, batch, rate=1e-3)
         assert (spy.count["language"] == 0) == freeze
         assert policy.model.expert.gradient_checkpointing == recompute
         after.append({name: p.detach().clone() for name, p in policy.named_parameters()})

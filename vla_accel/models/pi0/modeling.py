@@ -162,10 +162,9 @@ class Pi0Model(PreTrainedModel):
         """
         seen = image_mask.any(0)  # a camera that no row has need not even be a slot
         embeds, mask = pack(*self.embed_prefix(images[:, seen], image_mask[:, seen], tokens, token_mask))
-        positions = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
-        output, keys, values = self.language_model(
-            embeds, positions=positions, mask=None if mask.all() else mask, with_output=with_output
-        )
+        table = self.language_model.table(torch.arange(mask.shape[1], device=mask.device).expand_as(mask))
+        visible = None if mask.all() else mask
+        output, keys, values = self.language_model(embeds, table, mask=visible, with_output=with_output)
         return PrefixCache(torch.stack(keys, 1), torch.stack(values, 1), mask, output)
 
     def _suffix(self, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -206,10 +205,10 @@ class Pi0Model(PreTrainedModel):
         if not self.is_pi05:
             suffix = torch.cat([self._state_token(state), suffix], 1)
         count, horizon = suffix.shape[1], x.shape[1]
-        positions = cache.lengths[:, None] + torch.arange(count, device=x.device)
+        table = self.expert.table(cache.lengths[:, None] + torch.arange(count, device=x.device))
         mask = suffix_mask(cache.mask, count, blind_first=count > horizon)
         past = list(zip(cache.keys.unbind(1), cache.values.unbind(1), strict=True))
-        output, _, _ = self.expert(suffix, positions=positions, mask=mask, past=past, cond=cond)
+        output, _, _ = self.expert(suffix, table, mask=mask, past=past, cond=cond)
         return self._head(output[:, -horizon:])
 
     def velocity(self, cache: PrefixCache, state: Tensor, x: Tensor, time: Tensor) -> Tensor:
@@ -242,18 +241,18 @@ class Pi0Model(PreTrainedModel):
             short = [tuple(part[:, :width] for part in pair) for pair in past]
             self.expert(
                 self._state_token(state),
-                positions=cache.lengths[:, None],
+                self.expert.table(cache.lengths[:, None]),
                 mask=until,
                 past=short,
                 in_place=True,
                 with_output=False,
             )
-        positions = cache.lengths[:, None] + fixed + torch.arange(horizon, device=cache.mask.device)
+        table = self.expert.table(cache.lengths[:, None] + fixed + torch.arange(horizon, device=cache.mask.device))
 
         @torch.no_grad()
         def step(x: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
             suffix, cond = self._suffix(x, time)
-            output, _, _ = self.expert(suffix, positions=positions, mask=mask, past=past, in_place=True, cond=cond)
+            output, _, _ = self.expert(suffix, table, mask=mask, past=past, in_place=True, cond=cond)
             return self._head(output)
 
         return step

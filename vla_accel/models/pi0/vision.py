@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from vla_accel.models.pi0.configuration import VisionSizes
-from vla_accel.models.pi0.layers import NORM_EPS, by_rows
+from vla_accel.models.pi0.layers import NORM_EPS, by_rows, gelu
 
 
 class SiglipAttention(nn.Module):
@@ -43,7 +43,7 @@ class SiglipMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[M, n, width]` to the same shape."""
-        return by_rows(lambda rows: self.fc2(F.gelu(self.fc1(rows), approximate="tanh")), x)
+        return by_rows(lambda rows: self.fc2(gelu(self.fc1(rows))), x)
 
 
 class SiglipLayer(nn.Module):
