@@ -8,7 +8,7 @@ from pi0_golden import ACTIONS, NOISE, OBSERVATION, STATE, TIME, VARIANTS, model
 
 from vla_accel.models.pi0 import Pi0Config, Pi0Model, denoising_times
 from vla_accel.models.pi0.layers import GemmaLayer, RMSNorm, attend, rotary_table, rotate
-from vla_accel.models.pi0.prefix import suffix_mask, time_embedding
+from vla_accel.models.pi0.prefix import time_embedding
 
 CLOSE = {"atol": 1e-5, "rtol": 0}
 both = pytest.mark.parametrize("variant", VARIANTS)
@@ -209,21 +209,26 @@ def test_time_embedding_needs_float64():
     assert (torch.cat([angle.sin(), angle.cos()], -1) - exact).abs().max() > 2e-5
 
 
-def test_attention_equals_attention_with_repeated_keys():
+@pytest.mark.parametrize("blind", [0, 1, 2])
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_equals_attention_with_repeated_keys_and_a_mask_for_each_query(blind, masked):
+    """Of 7 keys the last 5 are the tokens' own: the first `blind` tokens see 2 + `blind` of them."""
     generator = torch.Generator().manual_seed(0)
     for groups in (1, 2):
         query = torch.randn(2, 5, 8 * 4, generator=generator)
         key, value = torch.randn(2, 2, 7, groups * 4, generator=generator)
-        mask = torch.rand(2, 5, 7, generator=generator) < 0.7
-        mask[..., 0] = True
+        mask = torch.rand(2, 7, generator=generator) < (0.7 if masked else 1.0)
+        mask[:, 0] = True
+        seen = mask[:, None].repeat(1, 5, 1)
+        seen[:, :blind, 2 + blind :] = False
 
         def heads(x):
             return x.unflatten(-1, (-1, 4)).transpose(1, 2)
 
         repeated = (heads(x).repeat_interleave(8 // groups, 1) for x in (key, value))
         scores = heads(query) @ next(repeated).transpose(-1, -2) / 2
-        expected = scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1) @ next(repeated)
-        actual = attend(query, key, value, mask=mask, head_dim=4)
+        expected = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1) @ next(repeated)
+        actual = attend(query, key, value, mask=mask if masked else None, head_dim=4, blind=blind)
         torch.testing.assert_close(actual, expected.transpose(1, 2).flatten(-2))
 
 
@@ -244,14 +249,6 @@ def test_adaptive_norm_scales_shifts_and_returns_the_gate():
     rms = (25 / 2) ** 0.5
     torch.testing.assert_close(out, torch.tensor([[[3 / rms * 2 + 10, 4 / rms * 2 + 20]]]))
     assert gate.flatten().tolist() == [5.0, 6.0]
-
-
-def test_state_token_sees_no_action():
-    mask = suffix_mask(torch.tensor([[True, True], [True, False]]), 3, blind_first=True)
-    assert mask.int().tolist() == [
-        [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 1, 1]],
-        [[1, 0, 1, 0, 0], [1, 0, 1, 1, 1], [1, 0, 1, 1, 1]],
-    ]
 
 
 def test_a_block_computes_everything_inside_its_forward():

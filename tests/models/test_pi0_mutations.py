@@ -106,8 +106,8 @@ def test_a_known_mistake_breaks_parity(mutate, monkeypatch):
 @torch.no_grad()
 def test_a_state_token_that_sees_the_actions_breaks_parity(monkeypatch):
     net, expected = model("pi0"), outputs("pi0")
-    cache, plain = net.prefix_cache(*OBSERVATION), prefix.suffix_mask
-    monkeypatch.setattr(modeling, "suffix_mask", lambda mask, count, **_: plain(mask, count, blind_first=False))
+    cache, plain = net.prefix_cache(*OBSERVATION), layers.attend
+    monkeypatch.setattr(layers, "attend", lambda *tokens, **options: plain(*tokens, **{**options, "blind": 0}))
     velocity = net.velocity(cache, STATE, expected["x_t"], TIME)
     assert (velocity - expected["v_t_joint"]).abs().max() > 1e-3
 

@@ -48,7 +48,7 @@ def times(x: Tensor, y: Tensor) -> Tensor:
     return x * y if x.requires_grad or y.requires_grad else x.mul_(y)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, head_dim: int) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, head_dim: int, blind: int = 0) -> Tensor:
     """Softmax attention in which several query heads share each key/value head.
 
     The query heads of one key head are laid behind each other along the token axis, so the keys are never repeated
@@ -58,12 +58,18 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, he
         query: `[B, n, heads * head_dim]`.
         key: `[B, m, kv_heads * head_dim]`.
         value: the same.
-        mask: bool `[B, m]` (keys that may be seen) or `[B, n, m]`; True = keep. None: all.
+        mask: bool `[B, m]`, keys that may be seen; True = keep. None: all.
         head_dim: width of a head; the scale is its inverse square root.
+        blind: the last n keys are the tokens' own, and this many tokens at the front see no later one's.
 
     Returns:
         `[B, n, heads * head_dim]`.
     """
+    if blind:  # two calls, since a mask for each query would cost more than it saves
+        until = key.shape[1] - query.shape[1] + blind
+        shown = None if mask is None else mask[:, :until]
+        front = attend(query[:, :blind], key[:, :until], value[:, :until], mask=shown, head_dim=head_dim)
+        return torch.cat([front, attend(query[:, blind:], key, value, mask=mask, head_dim=head_dim)], 1)
     batch, count, width = query.shape
     groups = key.shape[-1] // head_dim
     repeat = width // head_dim // groups
@@ -71,7 +77,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, he
     key = key.unflatten(-1, (groups, head_dim)).transpose(1, 2)
     value = value.unflatten(-1, (groups, head_dim)).transpose(1, 2)
     if mask is not None:
-        mask = mask[:, None, None] if mask.dim() == 2 else mask.repeat_interleave(repeat, dim=1)[:, None]
+        mask = mask[:, None, None]
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     return out.view(batch, groups, count, repeat, head_dim).transpose(1, 2).reshape(batch, count, width)
 
@@ -182,6 +188,7 @@ class GemmaLayer(nn.Module):
         past: tuple[Tensor, Tensor] | None = None,
         in_place: bool = False,
         cond: Tensor | None = None,
+        blind: int = 0,
         keys_only: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the block.
@@ -193,6 +200,7 @@ class GemmaLayer(nn.Module):
             past: rotated keys and values `[B, p, kv_heads * head_dim]` that the tokens may see besides their own.
             in_place: `past` ends with n columns of room, into which the own keys and values are written.
             cond: condition of adaptive norms.
+            blind: of `attend`.
             keys_only: stop after keys and values; the returned hidden state is `x`.
 
         Returns:
@@ -205,7 +213,7 @@ class GemmaLayer(nn.Module):
         if keys_only:
             return x, key, value
         query = rotate(attn.q_proj(normed), table)
-        mixed = attend(query, all_keys, all_values.to(query.dtype), mask=mask, head_dim=self.head_dim)
+        mixed = attend(query, all_keys, all_values.to(query.dtype), mask=mask, head_dim=self.head_dim, blind=blind)
         x = _residual(x, attn.o_proj(mixed), gate)
         normed, gate = self.post_attention_layernorm(x, cond)
         return _residual(x, self.mlp(normed), gate), key, value
@@ -271,6 +279,7 @@ class GemmaStack(nn.Module):
         past: list[tuple[Tensor, Tensor]] | None = None,
         in_place: bool = False,
         cond: Tensor | None = None,
+        blind: int = 0,
         with_output: bool = True,
     ) -> tuple[Tensor | None, list[Tensor], list[Tensor]]:
         """Run all blocks.
@@ -282,6 +291,7 @@ class GemmaStack(nn.Module):
             past: one pair per layer, of `GemmaLayer`.
             in_place: of `GemmaLayer`.
             cond: of adaptive norms.
+            blind: of `attend`.
             with_output: False where only keys and values are read: of the last block nothing else is computed.
 
         Returns:
@@ -295,6 +305,7 @@ class GemmaStack(nn.Module):
                 "past": past[index] if past is not None else None,
                 "in_place": in_place,
                 "cond": cond,
+                "blind": blind,
                 "keys_only": not with_output and index == len(self.layers) - 1,
             }
             if self.gradient_checkpointing and torch.is_grad_enabled():

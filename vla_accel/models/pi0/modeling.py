@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from vla_accel.models.pi0.configuration import GemmaSizes, Pi0Config, VisionSizes
 from vla_accel.models.pi0.layers import GemmaStack, RMSNorm
-from vla_accel.models.pi0.prefix import PrefixCache, denoising_times, pack, suffix_mask, time_embedding
+from vla_accel.models.pi0.prefix import PrefixCache, denoising_times, pack, time_embedding, visible
 from vla_accel.models.pi0.vision import SiglipTower
 
 
@@ -163,8 +163,7 @@ class Pi0Model(PreTrainedModel):
         seen = image_mask.any(0)  # a camera that no row has need not even be a slot
         embeds, mask = pack(*self.embed_prefix(images[:, seen], image_mask[:, seen], tokens, token_mask))
         table = self.language_model.table(torch.arange(mask.shape[1], device=mask.device).expand_as(mask))
-        visible = None if mask.all() else mask
-        output, keys, values = self.language_model(embeds, table, mask=visible, with_output=with_output)
+        output, keys, values = self.language_model(embeds, table, mask=visible(mask), with_output=with_output)
         return PrefixCache(torch.stack(keys, 1), torch.stack(values, 1), mask, output)
 
     def _suffix(self, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -206,9 +205,9 @@ class Pi0Model(PreTrainedModel):
             suffix = torch.cat([self._state_token(state), suffix], 1)
         count, horizon = suffix.shape[1], x.shape[1]
         table = self.expert.table(cache.lengths[:, None] + torch.arange(count, device=x.device))
-        mask = suffix_mask(cache.mask, count, blind_first=count > horizon)
+        mask = visible(cache.mask, count)
         past = list(zip(cache.keys.unbind(1), cache.values.unbind(1), strict=True))
-        output, _, _ = self.expert(suffix, table, mask=mask, past=past, cond=cond)
+        output, _, _ = self.expert(suffix, table, mask=mask, past=past, cond=cond, blind=count - horizon)
         return self._head(output[:, -horizon:])
 
     def velocity(self, cache: PrefixCache, state: Tensor, x: Tensor, time: Tensor) -> Tensor:
@@ -233,8 +232,7 @@ class Pi0Model(PreTrainedModel):
             tuple(F.pad(part[:, index].to(dtype), room) for part in (cache.keys, cache.values))
             for index in range(cache.keys.shape[1])
         ]
-        seen = F.pad(cache.mask, (0, fixed + horizon), value=True)
-        mask = None if seen.all() else seen
+        mask = visible(cache.mask, fixed + horizon)
         if fixed:
             width = cache.mask.shape[1] + 1
             until = None if mask is None else mask[:, :width]

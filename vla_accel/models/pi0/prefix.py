@@ -87,11 +87,9 @@ def pack(embeds: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     return embeds.take_along_dim(order[..., None], 1), valid.take_along_dim(order, 1)
 
 
-def suffix_mask(prefix: Tensor, count: int, *, blind_first: bool) -> Tensor | None:
-    """Which keys the suffix may see: the valid prefix and itself, but a leading state token no action."""
-    if not blind_first:
-        return None if prefix.all() else F.pad(prefix, (0, count), value=True)
-    block = torch.ones(count, count, dtype=torch.bool, device=prefix.device)
-    block[0, 1:] = False
-    batch = len(prefix)
-    return torch.cat([prefix[:, None].expand(batch, count, -1), block.expand(batch, count, count)], -1)
+def visible(prefix: Tensor, count: int = 0) -> Tensor | None:
+    """Which keys may be seen, of a prefix (bool `[B, n]`) and `count` tokens behind it: bool `[B, n + count]`.
+
+    None where all may be.
+    """
+    return None if prefix.all() else F.pad(prefix, (0, count), value=True)
