@@ -218,15 +218,17 @@ def test_blocks_grow_in_the_wrist_picture_as_the_gripper_descends():
     assert near > 1.8 * far
 
 
-@pytest.mark.parametrize("size", [16, 48, 224])
-def test_pictures_have_the_size_asked_for_and_show_the_same_at_any_size(size):
+# Mean colours may differ by a grey level of 255; where a picture has 256 pixels, one on an edge weighs that much alone.
+@pytest.mark.parametrize(("size", "levels"), [(16, 3), (48, 1), (224, 1)])
+def test_pictures_have_the_size_asked_for_and_show_the_same_at_any_size(size, levels):
     env, obs = begin(image_size=size, cameras=("front", "wrist"))
     assert list(obs["images"]) == ["front", "wrist"]
     assert list(env.observation_space["images"]) == ["front", "wrist"]
     reference = begin(image_size=64, cameras=("front", "wrist"))[1]
     for camera, image in obs["images"].items():
         assert (image.shape, image.dtype) == ((size, size, 3), np.uint8)
-        np.testing.assert_allclose(image.mean(axis=(0, 1)), reference["images"][camera].mean(axis=(0, 1)), atol=4)
+        expected = reference["images"][camera].mean(axis=(0, 1))
+        np.testing.assert_allclose(image.mean(axis=(0, 1)), expected, rtol=0, atol=levels)
 
 
 def test_cameras_that_are_off_cost_nothing_and_come_back():
