@@ -49,7 +49,8 @@ def run(kind: type[Config], target: str) -> None:
         _say_error(error)
         raise SystemExit(2 if isinstance(error, ValueError) else 1) from error
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
+        if os.environ.get("RANK", "0") == "0":  # every rank is told
+            sys.stderr.write("interrupted\n")
         raise SystemExit(130) from None
 
 

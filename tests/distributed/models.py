@@ -23,17 +23,12 @@ class TowerBlock(nn.Module):
         return x + self.fc(self.norm(x)).relu()
 
 
-class Adapter(nn.Module):
-    """A frozen linear layer with a trainable low-rank addition."""
+def add_adapters(model: nn.Module, *layers: str) -> None:
+    """Freeze a model, and give linear layers with these names trainable low-rank additions that are not zero."""
+    from peft import LoraConfig, inject_adapter_in_model
 
-    def __init__(self, base: nn.Linear, rank: int = 2):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
+    model.requires_grad_(False)
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=list(layers), init_lora_weights=False), model)
 
 
 class Block(nn.Module):
@@ -76,10 +71,8 @@ class TinyPolicy(nn.Module):
         self.register_buffer("unit_step", torch.zeros(UNITS, dtype=torch.int64))
         self.seen: list[torch.dtype] = []
         if adapters:
-            self.requires_grad_(False)
+            add_adapters(self, "up")
             self.value_head.requires_grad_(True)
-            for block in self.blocks:
-                block.up = Adapter(block.up)
 
     def logits(self, ids, state):
         x = self.embed(ids) + self.tower(self.state_proj(state))[:, None]

@@ -15,12 +15,13 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from tests.distributed.distributed_worker import start, whole
 from tests.distributed.launch import Checks
-from tests.helpers.decisions import rollout_of
+from tests.distributed.models import add_adapters
+from tests.helpers.decisions import observation, rollout_of
 from vla_accel.batch import make_batch
 from vla_accel.cli import parse_args
 from vla_accel.config import PPOConfig, PPOOptions, default_policy
 from vla_accel.distributed import gather_objects, prepare_policy, seed_weights
-from vla_accel.modes import train_mode
+from vla_accel.modes import rollout_mode, train_mode
 from vla_accel.policies import load_policy
 from vla_accel.ppo import rescore, update
 from vla_accel.train import train
@@ -121,7 +122,7 @@ def updates(wrapper: str, keep, *, shift=(), options=None, load=shipped, own=lam
             )
     everyone = gather_objects(accelerator, results[0])
     assert all(other == everyone[0] for other in everyone), "ranks report different numbers"
-    return SimpleNamespace(found=results[0], expected=results[1], weights=whole(model), plain=plain)
+    return SimpleNamespace(found=results[0], expected=results[1], weights=whole(model), plain=plain, model=model)
 
 
 def trainable(policy):
@@ -174,10 +175,46 @@ def stops_together(wrapper: str, _: Path) -> None:
     assert done.found["ppo/steps"] == 2
 
 
+def adapters(wrapper: str, _: Path) -> None:
+    """LoRA by peft on a frozen model: only that and the value head move, rollouts see it, and it can be folded in."""
+    from peft.tuners.lora import LoraLayer
+
+    before = {}
+
+    def load():
+        policy = shipped()
+        add_adapters(policy.model, "q_proj", "v_proj")
+        before.update({name: p.detach().clone() for name, p in policy.named_parameters()})
+        return policy
+
+    done = updates(wrapper, (5, 7), load=load)
+    assert_like_one_process(done)
+    moved = {name for name, x in done.weights.items() if not torch.equal(x, before[name])}
+    added = {name for name in before if "lora_" in name}
+    assert added <= moved <= added | {name for name in before if name.startswith("value_head.")}, moved
+    rank = torch.distributed.get_rank()
+    inputs = done.plain.prepare(observation(4))
+    with rollout_mode(done.model), rollout_mode(done.plain):
+        for _ in range(1 + rank):
+            found = done.model(inputs, greedy=True)
+        expected = done.plain(inputs, greedy=True)
+    torch.testing.assert_close(found.log_prob, expected.log_prob)
+    assert torch.equal(found.action, expected.action)
+    layers = {name: layer for name, layer in done.plain.named_modules() if isinstance(layer, LoraLayer)}
+    assert len(layers) == 4
+    for name, layer in layers.items():
+        base, down, up = (
+            done.weights[f"{name}.{part}.weight"] for part in ("base_layer", "lora_A.default", "lora_B.default")
+        )
+        layer.merge()
+        torch.testing.assert_close(base + layer.scaling["default"] * up @ down, layer.base_layer.weight.detach())
+
+
 CHECKS = {
     "5 against 7 rows train like 12 in one process": unequal_rows,
     "a rank without rows joins in": empty_rank,
     "ranks stop together at the KL target": stops_together,
+    "adapters of peft train, act and fold like in one process": adapters,
     "a resumed run is the run that was not stopped": resumes,
 }
 
