@@ -56,8 +56,13 @@ class MuonWithAdamW(torch.optim.Optimizer):
             group["initial_lr"] = group["lr"]
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Step both."""
+        """Step both, at the learning rates that stand in `param_groups`.
+
+        Loading a state, which is also how accelerate prepares an optimizer, gives this one groups of its own.
+        """
         if closure is not None:
             closure()
+        for own, group in zip(self.param_groups, (g for part in self.parts for g in part.param_groups), strict=True):
+            group["lr"] = own["lr"]
         for part in self.parts:
             part.step()
