@@ -11,8 +11,10 @@ from helpers.pi0 import KINDS
 from vla_accel.batch import join_rows, make_batch
 from vla_accel.config import PPOOptions
 from vla_accel.distributed import prepare_policy
+from vla_accel.envs import make_vector_env, training_jobs
 from vla_accel.modes import train_mode
 from vla_accel.ppo import rescore, update
+from vla_accel.rollout import collect, start
 
 ROW_BYTES = 2 * 2 * 16 * 4
 """Keys and values of one token: two, in two layers, 16 float32 each."""
@@ -132,6 +134,29 @@ def test_decisions_with_prompts_of_different_lengths_are_joined_exactly(make):
     joined, again = policy(inputs | join_rows(rows, "cpu"), trace), policy(inputs, trace)
     torch.testing.assert_close(joined.log_prob, again.log_prob, atol=1e-5, rtol=0)
     torch.testing.assert_close(joined.value, again.value, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_what_is_kept_lies_in_the_order_of_the_rollout(make, num_groups):
+    policy, cpu = make(), torch.device("cpu")
+    streams = [{"stream": number, "num_streams": 4, "seed": 0} for number in range(4)]
+    jobs = [training_jobs(task_ids=range(4), state_ids=range(1000, 1100), **stream) for stream in streams]
+    envs = make_vector_env(
+        "tabletop", num_envs=4, chunk_size=3, jobs=jobs, env_options={"image_size": 32}, num_groups=num_groups
+    )
+    policy.seed(0, first_env=0, num_envs=4)
+    try:
+        rollout = collect(policy, policy, envs, start(envs), num_decisions=3, device=cpu)
+    finally:
+        envs.close()
+    zeros = torch.zeros(3, 4)
+    batch = make_batch(rollout, zeros, zeros, unit_step=policy.unit_step, first_env=0)
+    again = policy(batch.inputs, batch.trace)
+    orders = (batch.kept, [*batch.kept[1:], batch.kept[0]])
+    right, wrong = (policy(batch.inputs | join_rows(rows, cpu), batch.trace) for rows in orders)
+    torch.testing.assert_close(right.log_prob, again.log_prob, atol=1e-5, rtol=0)
+    torch.testing.assert_close(right.value, again.value, atol=1e-6, rtol=0)
+    assert (wrong.value - again.value).abs().min() > 1e-5
 
 
 def test_rows_are_padded_at_their_ends():
