@@ -1,10 +1,10 @@
 """PI0's speed: sampling against transformers' own PI0 and bare matrix products, and updates that reuse the prefix.
 
 One thread, float32, the same weights in the same process. What is compared takes turns and is measured in CPU time of
-one core, which other load on the machine changes little; each figure is the median over the turns, of times or of
-ratios within one turn. The bare products are the multiplications that the arithmetic cannot do without, at their own
-shapes (masked cameras and padded words left out, keys and values of the language model's last block only, the state
-token once, sines of the flow time once per step); nothing that a model does faster than they take would be honest.
+one core, which other load on the machine changes less than wall clock time; each figure is the median over the turns,
+of times or of ratios within one turn. The bare products are the multiplications that the arithmetic cannot do without,
+in the model's order and shapes, each with matrices of its own: masked cameras and padded words left out, keys and
+values only of the language model's last block, the state token once. Their rate is measured, not assumed.
 """
 
 from __future__ import annotations
