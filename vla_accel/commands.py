@@ -46,8 +46,8 @@ def run_evaluation(config: EvalConfig) -> dict[str, Any]:
     Raises:
         ValueError: for options that cannot work, before any weight is loaded.
     """
-    config = dataclasses.replace(config, env=for_model(config.env, config.model))
     spec = peek_policy(config.model, config.policy, suite=config.env.name)
+    config = dataclasses.replace(config, env=for_model(config.env, config.model, num_images=spec.num_images))
     check_env_fits(config.env, spec)
     if config.output:
         check_writable(Path(config.output), option="output")

@@ -41,8 +41,8 @@ def finetune(config: SFTConfig) -> dict[str, Any]:
     Raises:
         ValueError: for options that cannot work together, before any weight is loaded.
     """
-    config = dataclasses.replace(config, env=for_model(config.env, config.model))
     spec = peek_policy(config.model, config.policy, suite=config.env.name)
+    config = dataclasses.replace(config, env=for_model(config.env, config.model, num_images=spec.num_images))
     rule = f"must be 0, since {config.model}'s actions have no bins to spread a target over"
     check(spec.has_bins or config.sft.smoothing == 0, "sft.smoothing", rule, config.sft.smoothing)
     check_env_fits(config.env, spec)

@@ -68,7 +68,8 @@ def train(config: PPOConfig) -> dict[str, Any]:
         ValueError: for options that cannot work together, before any weight is loaded.
         RuntimeError: when the update no longer has finite gradients, or a simulator cannot be kept alive.
     """
-    config = dataclasses.replace(config, env=for_model(config.env, config.model))
+    num_images = peek_policy(config.model, config.policy, suite=config.env.name).num_images
+    config = dataclasses.replace(config, env=for_model(config.env, config.model, num_images=num_images))
     checkpoint = find_checkpoint(config.run.resume) if config.run.resume else None
     if checkpoint:
         check_same_options(config, Path(config.run.resume or ""))

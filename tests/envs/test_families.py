@@ -1,5 +1,7 @@
 """Which conventions of a family of policies a simulator is told."""
 
+import pytest
+
 from vla_accel.config import MODELS, EnvConfig
 from vla_accel.envs import make_env
 from vla_accel.envs.families import OPTIONS, for_model
@@ -8,8 +10,8 @@ from vla_accel.envs.families import OPTIONS, for_model
 class Gripping:
     """A simulator with a choice of the gripper's convention."""
 
-    def __init__(self, *, gripper="env"):
-        self.gripper = gripper
+    def __init__(self, *, gripper="env", cameras=("front", "wrist", "top")):
+        self.gripper, self.cameras = gripper, cameras
 
 
 NAME = f"{__name__}:Gripping"
@@ -31,6 +33,25 @@ def test_what_the_user_says_stands():
 def test_other_families_and_simulators_without_the_choice_are_left_alone():
     for config, model in ((EnvConfig(name=NAME), "pi0"), (EnvConfig(name="tabletop"), "openvla")):
         assert for_model(config, model) is config
+
+
+@pytest.mark.parametrize(
+    ("num_images", "cameras"), [(1, ["front"]), (2, ["front", "wrist"]), (3, ("front", "wrist", "top")), (4, None)]
+)
+def test_no_more_cameras_are_drawn_than_the_policy_reads(num_images, cameras):
+    told = for_model(EnvConfig(name=NAME), "pi0", num_images=num_images)
+    assert make_env(NAME, **told.parsed_options()).cameras == (cameras or ("front", "wrist", "top"))
+
+
+def test_cameras_that_the_user_names_stand():
+    config = EnvConfig(name=NAME, options={"cameras": '["wrist", "top"]'})
+    assert for_model(config, "pi0", num_images=1) is config
+
+
+def test_liberos_wrist_is_drawn_for_policies_of_two_images_only():
+    one, two = (for_model(EnvConfig(name="libero_goal"), "pi0", num_images=n).options for n in (1, 2))
+    assert one == {"cameras": '["agentview"]'}
+    assert two == {}
 
 
 def test_every_family_that_wants_something_exists():

@@ -63,6 +63,19 @@ def test_the_scripted_expert_solves_and_ends_the_episode_with_reward_1(task):
     assert solved == 3
 
 
+@pytest.mark.parametrize("task", ["reach", "push", "pick-place"])
+def test_the_first_picture_shows_the_goal_where_it_is_whatever_was_played_before(task):
+    env, _ = begin(task)
+    for state_id in range(4):
+        obs = env.reset(options={"task_id": 0, "state_id": state_id})[0]
+        core = env._now.env
+        np.testing.assert_array_equal(core.data.site("goal").xpos, core._target_pos)
+    fresh, expected = begin(task, 3)
+    np.testing.assert_array_equal(obs["images"]["corner2"], expected["images"]["corner2"])
+    for each in (env, fresh):
+        each.close()
+
+
 def test_full_quality_is_the_picture_of_the_package_itself_turned_upright():
     import metaworld
 

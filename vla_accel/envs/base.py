@@ -139,10 +139,10 @@ class EpisodeQueue(gym.Wrapper):
 
     Args:
         env: an `ActionChunk`.
-        jobs: jobs to play, endless or not.
+        jobs: jobs to play, endless or not; None lets the environment rest until the next `reset()`.
     """
 
-    def __init__(self, env: gym.Env, jobs: Iterable[Job]):
+    def __init__(self, env: gym.Env, jobs: Iterable[Job | None]):
         super().__init__(env)
         self._jobs = iter(jobs)
         self._job: Job | None = None

@@ -51,7 +51,7 @@ class Simulator(Protocol):
 class _Play:
     """One environment's jobs and the episode it is in; `job` is None where there is no more."""
 
-    jobs: Iterator[Job]
+    jobs: Iterator[Job | None]
     job: Job | None = None
     taken: int = 0
     actions: list[np.ndarray] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Batched(VectorEnv):
 
     Args:
         simulator: see the module's table.
-        jobs: for each environment the jobs it plays.
+        jobs: for each environment the jobs it plays; None lets it rest until the next `reset`.
         env: a single environment, for the spaces only.
         chunk_size: K.
         max_episode_steps: time limit in environment steps.
@@ -85,7 +85,7 @@ class Batched(VectorEnv):
     def __init__(
         self,
         simulator: Simulator,
-        jobs: Sequence[Iterable[Job]],
+        jobs: Sequence[Iterable[Job | None]],
         env: gym.Env,
         *,
         chunk_size: int,

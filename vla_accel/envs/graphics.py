@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import warnings
 
 PACKAGES = "libegl1 libgl1-mesa-dri libgl1 libglib2.0-0 (EGL), or libosmesa6 (OSMesa)"
 """Debian's names of what software rendering needs."""
@@ -17,7 +18,9 @@ _OSMESA = ("libOSMesa.so.8", "libOSMesa.so.6", "libOSMesa.so")
 
 
 def prepare_graphics(*, required: bool = True) -> None:
-    """Choose EGL where it works, else OSMesa, and the graphics device of this rank; a choice of the user's stands.
+    """Choose EGL where it works, else OSMesa, and the graphics device of this rank.
+
+    A choice of the user's stands, but for EGL where it finds no device.
 
     Sets `MUJOCO_GL`, `PYOPENGL_PLATFORM`, `MUJOCO_EGL_DEVICE_ID` where there are several ranks, and one thread for
     drawing in software. Libraries read these when they are imported.
@@ -29,7 +32,8 @@ def prepare_graphics(*, required: bool = True) -> None:
         RuntimeError: naming the packages that are missing.
     """
     os.environ.setdefault("LP_NUM_THREADS", "1")
-    if not os.environ.get("MUJOCO_GL"):
+    wanted = os.environ.get("MUJOCO_GL")
+    if wanted in (None, "", "egl"):
         backend = "egl" if egl_devices() else "osmesa" if _has_osmesa() else None
         if backend is None:
             if required:
@@ -37,6 +41,9 @@ def prepare_graphics(*, required: bool = True) -> None:
                     f"This simulator draws with OpenGL and found none. On Debian: apt-get install {PACKAGES}"
                 )
             return
+        if wanted and backend != wanted:
+            warnings.warn("MUJOCO_GL is egl, but EGL finds no device here: OSMesa draws instead", stacklevel=2)
+            os.environ["PYOPENGL_PLATFORM"] = backend
         os.environ["MUJOCO_GL"] = backend
     if os.environ["MUJOCO_GL"] in ("egl", "osmesa"):
         os.environ.setdefault("PYOPENGL_PLATFORM", os.environ["MUJOCO_GL"])

@@ -77,7 +77,7 @@ def make_vector_env(
     *,
     num_envs: int,
     chunk_size: int,
-    jobs: Sequence[Iterable[Job]],
+    jobs: Sequence[Iterable[Job | None]],
     max_episode_steps: int | None = None,
     vectorization: str | None = None,
     env_options: Mapping[str, Any] | None = None,
@@ -129,7 +129,7 @@ def make_vector_env(
     if mode not in ("sync", "async", "batched"):
         raise ValueError(f"vectorization must be 'sync', 'async' or None, got {mode!r}")
 
-    def start(streams: Sequence[Iterable[Job]]) -> VectorEnv:
+    def start(streams: Sequence[Iterable[Job | None]]) -> VectorEnv:
         if mode == "batched":
             simulator = probe.unwrapped.batch(len(streams))
             return Batched(simulator, streams, alone, chunk_size=chunk_size, max_episode_steps=limit)
@@ -153,7 +153,7 @@ class _Builder:
     options: dict[str, Any]
     max_episode_steps: int
     chunk_size: int
-    jobs: Iterable[Job]
+    jobs: Iterable[Job | None]
     parent: int
 
     def __call__(self) -> gym.Env:

@@ -207,6 +207,9 @@ class _Simulator:
     def reset(self, state_id: int) -> None:
         self.env.seed(state_id)
         self._obs, _ = self.env.reset()
+        # The goal is moved after its place in pictures was computed: the first one would show where it was before.
+        self._mujoco.mj_kinematics(self.env.model, self.env.data)
+        self._mujoco.mj_camlight(self.env.model, self.env.data)
 
     def step(self, action: np.ndarray) -> tuple[bool, float]:
         self._obs, reward, _, _, info = self.env.step(action)

@@ -68,7 +68,7 @@ class Workers(VectorEnv):
     def __init__(
         self,
         builders: Sequence[Callable[[], gym.Env]],
-        jobs: Sequence[Iterable[Job]],
+        jobs: Sequence[Iterable[Job | None]],
         *,
         context: str,
         timeout_s: float,

@@ -26,6 +26,7 @@ class PolicySpec:
         action_dim: A.
         shard_units: as in `Policy`.
         embedded: whether it is the one that ships with the package.
+        num_images: how many cameras it reads, at most.
         has_entropy: whether the entropy depends on the weights, so that a bonus on it does something.
         has_bins: whether actions are drawn from bins, to whose neighbours an imitated target can spread.
     """
@@ -35,6 +36,7 @@ class PolicySpec:
     action_dim: int
     shard_units: tuple[str, ...]
     embedded: bool
+    num_images: int
     has_entropy: bool = True
     has_bins: bool = True
 

@@ -37,6 +37,7 @@ def peek(model: str, config: PolicyConfig, suite: str | None) -> PolicySpec:
         action_dim=statistics.action_dim,
         shard_units=OpenVLAPolicy.shard_units,
         embedded=config.path is None,
+        num_images=vla.num_images_in_input,
     )
 
 

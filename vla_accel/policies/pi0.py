@@ -45,6 +45,7 @@ def peek(model: str, config: Pi0PolicyConfig, suite: str | None) -> PolicySpec: 
         action_dim=vla.action_dim,
         shard_units=Pi0Policy.shard_units,
         embedded=config.path is None,
+        num_images=len(vla.cameras),
         has_entropy=config.noise == "learned",
         has_bins=False,
     )
