@@ -167,6 +167,12 @@ RECIPES: dict[str, PPOOptions] = {
 }
 """Recipe name -> the defaults of the PPO options."""
 
+FLOW_RECIPES: dict[str, tuple[Pi0PolicyConfig, PPOOptions]] = {
+    # A flow that knows where to go swallows all noise but the last step's, so that one must draw in every decision.
+    "tabletop": (Pi0PolicyConfig(noise_steps="all"), PPOOptions(learning_rate=1e-3)),
+}
+"""Recipe name -> the defaults of policy and PPO options for PI0 and PI0.5, where they differ."""
+
 
 def default_policy(model: str) -> BasePolicyConfig:
     """A model's policy options at their defaults.
@@ -186,7 +192,10 @@ def default_ppo(model: str, recipe: str) -> PPOConfig:
     """
     policy = default_policy(model)
     check_choice("recipe", recipe, tuple(RECIPES))
-    return PPOConfig(model=model, recipe=recipe, policy=policy, ppo=RECIPES[recipe])
+    ppo = RECIPES[recipe]
+    if isinstance(policy, Pi0PolicyConfig):
+        policy, ppo = FLOW_RECIPES.get(recipe, (policy, ppo))
+    return PPOConfig(model=model, recipe=recipe, policy=policy, ppo=ppo)
 
 
 def _check_model(config: PPOConfig | SFTConfig | EvalConfig) -> None:
