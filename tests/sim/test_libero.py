@@ -156,7 +156,7 @@ GOALS = {
     "libero_object": 0,
     "libero_goal": 0,
     "libero_10": 0,
-    "libero_90": 0,
+    "libero_90": 7,
 }
 
 
