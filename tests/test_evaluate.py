@@ -1,10 +1,15 @@
 """Evaluation with a policy that solves the tabletop by eye: exact counts, equal results, and controls that bite."""
 
+import json
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
 from helpers.policies import ColorSeeker
 
+from tests.distributed.launch import ROOT, clean_env
 from vla_accel.config import EnvConfig
 from vla_accel.envs import make_env
 from vla_accel.evaluate import Evaluation, evaluate, wilson_interval
@@ -180,3 +185,35 @@ def test_the_table_has_a_row_per_task_and_one_for_all():
     assert len(lines) == 4
     assert lines[1].startswith("reach the red block    66.7%      3")
     assert lines[-1].split()[:3] == ["all", "50.0%", "4"]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# On several ranks
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_script_gives_the_same_result_on_any_number_of_ranks_and_environments(one_by_one, tmp_path, ranks):
+    result = scored(tmp_path / "result.json", ranks, num_envs=8)
+    assert result == one_by_one
+    assert {episode["success"] for episode in result["episodes"]} == {True, False}
+
+
+@pytest.fixture(scope="module")
+def one_by_one(tmp_path_factory):
+    return scored(tmp_path_factory.mktemp("eval") / "result.json", 1, num_envs=1)
+
+
+def scored(file, ranks, *, num_envs):
+    """What `scripts/eval_vla.py` writes for the shipped policy: 13 episodes, which divide evenly by nothing."""
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0"]
+    command += ["--config_file", str(ROOT / "accelerate_configs" / ("cpu.yaml" if ranks == 1 else "ddp.yaml"))]
+    command += ["--mixed_precision", "no", "--num_processes", str(ranks), str(ROOT / "scripts" / "eval_vla.py")]
+    command += [*f"--model openvla --episodes 13 --output {file} --env.num_envs {num_envs}".split()]
+    done = subprocess.run(command, env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    result = json.loads(file.read_text())
+    del result["config"]  # says how many environments there were
+    return result
