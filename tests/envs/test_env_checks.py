@@ -69,7 +69,7 @@ ATTRIBUTES = [
     ("state_ids", {"train": range(3), "eval": range(0)}, "must be ranges that are not empty"),
     ("state_ids", {"train": range(0, 10, 2), "eval": range(4, 5)}, "must be disjoint"),
     ("max_episode_steps", 0, "max_episode_steps must be an int of at least 1"),
-    ("vectorization", "thread", "vectorization must be 'sync' or 'async'"),
+    ("vectorization", "thread", "vectorization must be 'sync', 'async' or 'batched'"),
     ("set_rendering", print, "set_rendering needs render_observation"),
 ]
 
