@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from vla_accel.batch import unit_mask
 from vla_accel.cli import parse_args
 from vla_accel.config import Pi0PolicyConfig, PolicyConfig, PPOConfig, PPOOptions, SFTConfig
+from vla_accel.envs.tabletop import Tabletop
 from vla_accel.models.pi0.tiny import make_tiny_pi0
 from vla_accel.policies import load_policy, peek_policy
 from vla_accel.policies.pi0 import Pi0Policy
@@ -263,9 +264,21 @@ def test_an_openvla_checkpoint_is_not_a_pi0(tiny_openvla):
         peek_policy("pi0", Pi0PolicyConfig(path=str(tiny_openvla)))
 
 
-def test_without_a_shipped_checkpoint_one_must_be_given():
-    with pytest.raises(ValueError, match=r"^--policy\.path must name a pi0 checkpoint, since none ships"):
-        peek_policy("pi0", Pi0PolicyConfig())
+@pytest.mark.parametrize("model", ["pi0", "pi05"])
+def test_the_shipped_checkpoint_heads_for_the_block_that_the_words_name(model):
+    policy, env = load_policy(model, Pi0PolicyConfig()), Tabletop()
+    frames, expected = [], []
+    for row in range(16):
+        frames.append(env.reset(options={"task_id": row % 4, "state_id": 1000 + row})[0])
+        expected.append(env.expert_action()[:2])
+    seen = Observation(
+        images={"wrist": np.stack([frame["images"]["wrist"] for frame in frames])},
+        state=np.stack([frame["state"] for frame in frames]),
+        instructions=[env.instructions[row % 4] for row in range(16)],
+    )
+    moves = policy(policy.prepare(seen), greedy=True).action[:, 0, :2]
+    alike = torch.cosine_similarity(moves, torch.from_numpy(np.stack(expected)))
+    assert (alike > 0.9).float().mean() > 0.9
 
 
 def test_a_missing_tokenizer_is_one_sentence_and_a_given_one_is_read(pi0_folders, tmp_path):

@@ -36,7 +36,7 @@ KEPT = "prefix."
 
 def peek(model: str, config: Pi0PolicyConfig, suite: str | None) -> PolicySpec:  # noqa: ARG001 - one signature for all
     """See `policies.peek_policy`."""
-    path = _path(model, config)
+    path = config.path or str(EMBEDDED / model)
     vla = peek_vla(path, tokenizer=config.tokenizer, constant_dims=config.constant_dims)
     _check_fits(model, config, path, vla)
     return PolicySpec(
@@ -53,7 +53,7 @@ def peek(model: str, config: Pi0PolicyConfig, suite: str | None) -> PolicySpec: 
 
 def load(model: str, config: Pi0PolicyConfig, suite: str | None) -> Pi0Policy:  # noqa: ARG001 - one signature for all
     """See `policies.load_policy`."""
-    path = _path(model, config)
+    path = config.path or str(EMBEDDED / model)
     vla, processor = load_vla(
         path,
         dtype=getattr(torch, config.dtype),
@@ -80,15 +80,6 @@ def load(model: str, config: Pi0PolicyConfig, suite: str | None) -> Pi0Policy:  
     load_head(policy.value_head, path, VALUE_HEAD_FILE)
     load_head(policy.noise_head, path, NOISE_HEAD_FILE)
     return policy.eval()
-
-
-def _path(model: str, config: Pi0PolicyConfig) -> str:
-    """Folder of the checkpoint; raises a `ValueError` where none is given and none ships with the package."""
-    shipped = EMBEDDED / model
-    rule = f"must name a {model} checkpoint, since none ships with the package"
-    remedy = "Give a LeRobot folder, one converted by openpi, or the hub name of either, with statistics of its data."
-    check(config.path is not None or shipped.is_dir(), "policy.path", rule, config.path, remedy)
-    return config.path or str(shipped)
 
 
 def _check_fits(model: str, config: Pi0PolicyConfig, path: str, vla: Any) -> None:
