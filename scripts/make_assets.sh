@@ -50,4 +50,4 @@ make_flow_asset() { # model, speed of the slow expert
 make_asset openvla autoregressive 1 0.28
 make_asset openvla-oft parallel 4 0.27
 make_flow_asset pi0 0.212
-make_flow_asset pi05 0.22
+make_flow_asset pi05 0.214
