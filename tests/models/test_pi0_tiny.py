@@ -10,6 +10,7 @@ import torch
 from vla_accel.models import load_vla
 from vla_accel.models.pi0 import load_pi0
 from vla_accel.models.pi0.tiny import make_tiny_pi0, tiny_pi0_tokenizer
+from vla_accel.optim import MuonWithAdamW, hidden_matrices
 
 SMALL = {"layers": 2, "width": 32, "mlp_dim": 64, "expert_width": 32, "expert_mlp_dim": 64, "vision_width": 32}
 
@@ -124,8 +125,18 @@ def test_flow_matching_learns_which_way_the_named_colour_lies(variant, tmp_path)
         side = torch.where(left_red == ask_red, -1.0, 1.0)
         return inputs, side[:, None, None].expand(count, 4, 7)
 
-    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=2e-3)
-    for _ in range(250):
+    trained = [
+        {
+            "params": [p for p in net.parameters() if p.requires_grad],
+            "lr": 1e-3,
+            "initial_lr": 1e-3,
+            "weight_decay": 0.0,
+        }
+    ]
+    optimizer = MuonWithAdamW(trained, matrices=hidden_matrices(net), muon_lr=0.02)
+    for step in range(300):
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * (1 - step / 300)
         inputs, actions = batch(32)
         state = inputs.pop("state")
         loss = net(net.prefix_cache(**inputs), state, processor.normalize_actions(actions), generator=generator)
