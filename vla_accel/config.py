@@ -168,7 +168,7 @@ RECIPES: dict[str, PPOOptions] = {
 """Recipe name -> the defaults of the PPO options."""
 
 FLOW_RECIPES: dict[str, tuple[Pi0PolicyConfig, PPOOptions]] = {
-    # A small expert forgives larger steps; noise in every denoising step moves its actions about twice as far as in one.
+    # A small expert forgives larger steps; noise in every denoising step moves actions about twice as far as in one.
     "tabletop": (Pi0PolicyConfig(noise_steps="all"), PPOOptions(learning_rate=1e-3)),
 }
 """Recipe name -> the defaults of policy and PPO options for PI0 and PI0.5, where they differ."""
