@@ -307,15 +307,6 @@ def test_a_recipe_sets_defaults_and_follows_the_checkpoint(words, recipe, learni
     assert (config.recipe, config.ppo.learning_rate) == (recipe, learning_rate)
 
 
-@pytest.mark.parametrize("model", ["pi0", "pi05"])
-def test_a_flow_policy_has_a_recipe_of_its_own_for_the_small_checkpoint_only(model):
-    small, large = (parse_args(PPOConfig, ["--model", model, "--recipe", name]) for name in ("tabletop", "finetune"))
-    assert (small.policy.noise_steps, small.ppo.learning_rate) == ("all", 1e-3)
-    assert (large.policy.noise_steps, large.ppo.learning_rate) == ("one", 5e-6)
-    changed = parse_args(PPOConfig, ["--model", model, "--policy.noise_steps", "one"])
-    assert (changed.recipe, changed.policy.noise_steps) == ("tabletop", "one")
-
-
 def test_an_unknown_recipe_is_refused_with_the_known_ones(capsys):
     with pytest.raises(SystemExit):
         parse_args(PPOConfig, ["--recipe", "finetuned"])

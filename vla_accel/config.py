@@ -167,12 +167,6 @@ RECIPES: dict[str, PPOOptions] = {
 }
 """Recipe name -> the defaults of the PPO options."""
 
-FLOW_RECIPES: dict[str, tuple[Pi0PolicyConfig, PPOOptions]] = {
-    # A small expert forgives larger steps; noise in every denoising step moves actions about twice as far as in one.
-    "tabletop": (Pi0PolicyConfig(noise_steps="all"), PPOOptions(learning_rate=1e-3)),
-}
-"""Recipe name -> the defaults of policy and PPO options for PI0 and PI0.5, where they differ."""
-
 
 def default_policy(model: str) -> BasePolicyConfig:
     """A model's policy options at their defaults.
@@ -192,10 +186,7 @@ def default_ppo(model: str, recipe: str) -> PPOConfig:
     """
     policy = default_policy(model)
     check_choice("recipe", recipe, tuple(RECIPES))
-    ppo = RECIPES[recipe]
-    if isinstance(policy, Pi0PolicyConfig):
-        policy, ppo = FLOW_RECIPES.get(recipe, (policy, ppo))
-    return PPOConfig(model=model, recipe=recipe, policy=policy, ppo=ppo)
+    return PPOConfig(model=model, recipe=recipe, policy=policy, ppo=RECIPES[recipe])
 
 
 def _check_model(config: PPOConfig | SFTConfig | EvalConfig) -> None:
