@@ -12,7 +12,7 @@ export OMP_NUM_THREADS=1
 ship() { # model
   rm -rf "vla_accel/assets/$1"
   python scripts/export_vla.py --run "$work/$1/slow" --out "vla_accel/assets/$1" --dtype bfloat16
-  # The speed is one that gives 30 to 50 % here, on training states. Held-out states take no part in any choice.
+  # The speed is one that gives 30 to 50 % here, on training states; docs/learning.md tells how it was found.
   python scripts/eval_vla.py --model "$1" --policy.path "vla_accel/assets/$1" --episodes 400 --split train
 }
 
