@@ -47,6 +47,7 @@ make_flow_asset() { # model, speed of the slow expert
   ship "$1"
 }
 
+# What ships of these two was trained while Muon's learning rate stayed constant: this gives other weights.
 make_asset openvla autoregressive 1 0.28
 make_asset openvla-oft parallel 4 0.27
 make_flow_asset pi0 0.212
