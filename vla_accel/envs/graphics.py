@@ -5,6 +5,7 @@ Not here: any drawing. Usage: `prepare_graphics()`, then `import mujoco`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import warnings
@@ -31,6 +32,7 @@ def prepare_graphics(*, required: bool = True) -> None:
     Raises:
         RuntimeError: naming the packages that are missing.
     """
+    load_triton()
     os.environ.setdefault("LP_NUM_THREADS", "1")
     wanted = os.environ.get("MUJOCO_GL")
     if wanted in (None, "", "egl"):
@@ -53,6 +55,15 @@ def prepare_graphics(*, required: bool = True) -> None:
             os.environ["MUJOCO_EGL_DEVICE_ID"] = device
 
 
+def load_triton() -> None:
+    """Load Triton, which PyTorch loads when it first needs it, before any driver that draws in software.
+
+    Both bring an LLVM of their own; the other way round the process dies of a segmentation fault.
+    """
+    with contextlib.suppress(ImportError):  # PyTorch for CPUs has none
+        import triton  # noqa: F401
+
+
 def device_of_rank(environ: os._Environ[str] | dict[str, str]) -> str | None:
     """The graphics device for `LOCAL_RANK`, as a number; None where the ranks do not say or no GPU is chosen."""
     rank, visible = environ.get("LOCAL_RANK"), environ.get("CUDA_VISIBLE_DEVICES")
@@ -68,6 +79,7 @@ def device_of_rank(environ: os._Environ[str] | dict[str, str]) -> str | None:
 
 def egl_devices() -> list[int]:
     """Numbers of the EGL devices that can be used, asked of the library itself."""
+    load_triton()
     try:
         egl = ctypes.CDLL("libEGL.so.1")
     except OSError:
