@@ -10,6 +10,7 @@ neither the micro-batch size nor the number of processes.
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -147,6 +148,23 @@ def rescore(accelerator: Accelerator, model: nn.Module, batch: Batch, options: P
         "ppo/rescore_gap": global_max(accelerator, float(gap.amax()) if gap.numel() else 0.0),
         "ppo/rescore_kl": 0.5 * squares / max(count, 1.0),
     }
+
+
+def learning_rate_factor(options: PPOOptions, iteration: int, iterations: int) -> float:
+    """Share of the learning rates at an iteration: warm-up, then the course of `lr_schedule` down to `lr_final`."""
+    warm = min(1.0, (iteration + 1) / (options.lr_warmup + 1))
+    if options.lr_schedule == "constant":
+        return warm
+    done = iteration / max(iterations - 1, 1)
+    shape = 1.0 - done if options.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return warm * (options.lr_final + (1.0 - options.lr_final) * shape)
+
+
+def set_learning_rates(optimizer: torch.optim.Optimizer, options: PPOOptions, iteration: int, iterations: int) -> None:
+    """Set each group's rate to its own full value (`initial_lr`) times the iteration's factor."""
+    factor = learning_rate_factor(options, iteration, iterations)
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * factor
 
 
 _MEANS = ("loss/policy", "loss/value", "loss/entropy", "ppo/kl", "ppo/clip_fraction", "ppo/grad_norm")

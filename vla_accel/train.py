@@ -18,7 +18,7 @@ import torch
 from vla_accel.advantages import estimate
 from vla_accel.batch import make_batch
 from vla_accel.checkpoint import check_same_options, export_policy, find_checkpoint, load_checkpoint, save_checkpoint
-from vla_accel.config import EnvConfig, PPOConfig, PPOOptions, to_dict
+from vla_accel.config import EnvConfig, PPOConfig, to_dict
 from vla_accel.distributed import (
     gather_objects,
     global_sum,
@@ -34,7 +34,7 @@ from vla_accel.evaluate import can_film, evaluate, film
 from vla_accel.modes import rollout_mode, train_mode
 from vla_accel.policies import load_policy, peek_policy
 from vla_accel.policies.base import Policy, PolicySpec
-from vla_accel.ppo import rescore, update
+from vla_accel.ppo import rescore, set_learning_rates, update
 from vla_accel.rollout import Seconds, collect, start
 from vla_accel.rules import check
 from vla_accel.track import (
@@ -298,23 +298,6 @@ def make_training_envs(
     )
 
 
-def learning_rate_factor(options: PPOOptions, iteration: int, iterations: int) -> float:
-    """Share of the learning rates at an iteration: warm-up, then the course of `lr_schedule` down to `lr_final`."""
-    warm = min(1.0, (iteration + 1) / (options.lr_warmup + 1))
-    if options.lr_schedule == "constant":
-        return warm
-    done = iteration / max(iterations - 1, 1)
-    shape = 1.0 - done if options.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return warm * (options.lr_final + (1.0 - options.lr_final) * shape)
-
-
-def set_learning_rates(optimizer: torch.optim.Optimizer, options: PPOOptions, iteration: int, iterations: int) -> None:
-    """Set each group's rate to its own full value (`initial_lr`) times the iteration's factor."""
-    factor = learning_rate_factor(options, iteration, iterations)
-    for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] * factor
-
-
 def rollout_metrics(accelerator: Any, rollout: Rollout) -> dict[str, float]:
     """Success, length and return of the episodes that ended in a rollout, over all processes. Collective."""
     episodes = [e for part in gather_objects(accelerator, rollout.episodes) for e in part]
@@ -378,4 +361,4 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-__all__ = ["check_run", "describe", "learning_rate_factor", "own_envs", "rollout_metrics", "train"]
+__all__ = ["check_run", "describe", "own_envs", "rollout_metrics", "train"]

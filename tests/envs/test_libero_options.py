@@ -7,7 +7,8 @@ import pytest
 
 from vla_accel.envs import make_env
 from vla_accel.envs.graphics import device_of_rank
-from vla_accel.envs.libero import LIMITS, axis_angle
+from vla_accel.envs.libero import LIMITS
+from vla_accel.envs.rotations import axis_angle
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch):

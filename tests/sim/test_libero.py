@@ -10,7 +10,8 @@ import pytest
 
 from vla_accel.envs import check_env, make_env, make_vector_env, read_step
 from vla_accel.envs.base import ActionChunk
-from vla_accel.envs.libero import LIMITS, axis_angle
+from vla_accel.envs.libero import LIMITS
+from vla_accel.envs.rotations import axis_angle
 from vla_accel.types import Job
 
 pytestmark = pytest.mark.sim

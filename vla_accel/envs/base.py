@@ -61,6 +61,20 @@ __all__ = [
 ]
 
 
+def to_action(action: Any, space: gym.Space, *, shape: str) -> np.ndarray:
+    """What a policy returned as an action of a space.
+
+    Raises:
+        ValueError: if the shape, which `shape` puts in words, differs or a number is not finite.
+    """
+    action = np.asarray(action, dtype=space.dtype)
+    if action.shape != space.shape:
+        raise ValueError(f"expected actions of shape {shape} = {space.shape}, got {action.shape}")
+    if not np.isfinite(action).all():
+        raise ValueError("the policy returned an action that is not finite; look at the loss of the last updates")
+    return action
+
+
 class ActionChunk(gym.Wrapper):
     """Executes K actions per step and stops at the episode's end, so that no action leaks into the next episode.
 
@@ -102,11 +116,7 @@ class ActionChunk(gym.Wrapper):
         Raises:
             ValueError: if the shape differs or a number is not finite.
         """
-        action = np.asarray(action, dtype=self.action_space.dtype)
-        if action.shape != self.action_space.shape:
-            raise ValueError(f"expected actions of shape [K, A] = {self.action_space.shape}, got {action.shape}")
-        if not np.isfinite(action).all():
-            raise ValueError("the policy returned an action that is not finite; look at the loss of the last updates")
+        action = to_action(action, self.action_space, shape="[K, A]")
         total, success = 0.0, False
         if self._set_rendering:
             self._set_rendering(False)

@@ -25,7 +25,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from vla_accel.envs.base import ActionChunk
+from vla_accel.envs.base import ActionChunk, to_action
 from vla_accel.types import Episode, Job
 
 
@@ -124,11 +124,7 @@ class Batched(VectorEnv):
         Raises:
             ValueError: if the shape differs or a number is not finite.
         """
-        actions = np.asarray(actions, dtype=self.action_space.dtype)
-        if actions.shape != self.action_space.shape:
-            raise ValueError(f"expected actions of shape [N, K, A] = {self.action_space.shape}, got {actions.shape}")
-        if not np.isfinite(actions).all():
-            raise ValueError("the policy returned an action that is not finite; look at the loss of the last updates")
+        actions = to_action(actions, self.action_space, shape="[N, K, A]")
         running = np.array([play.job is not None for play in self._plays])
         reward = np.zeros(self.num_envs)
         terminated, truncated = np.zeros((2, self.num_envs), dtype=bool)

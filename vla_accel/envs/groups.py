@@ -28,15 +28,8 @@ class Groups(VectorEnv):
 
     def __init__(self, parts: Sequence[VectorEnv]):
         self.parts = list(parts)
-        first = self.parts[0]
         self.num_envs = sum(part.num_envs for part in self.parts)
-        self.metadata, self.render_mode = first.metadata, first.render_mode
-        self.single_observation_space, self.single_action_space = (
-            first.single_observation_space,
-            first.single_action_space,
-        )
-        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
-        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        take_spaces(self, self.parts[0])
 
     def reset(self, **arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Reset every part."""
@@ -83,6 +76,14 @@ class Groups(VectorEnv):
                     [zero if value is None else value for value, zero in zip(values, nothing, strict=True)]
                 )
         return joined
+
+
+def take_spaces(envs: VectorEnv, one: VectorEnv) -> None:
+    """Give a vector environment of `envs.num_envs` the spaces and metadata of `one` of which it consists."""
+    envs.metadata, envs.render_mode = one.metadata, one.render_mode
+    envs.single_observation_space, envs.single_action_space = one.single_observation_space, one.single_action_space
+    envs.observation_space = batch_space(envs.single_observation_space, envs.num_envs)
+    envs.action_space = batch_space(envs.single_action_space, envs.num_envs)
 
 
 def parts_of(envs: VectorEnv) -> list[tuple[VectorEnv, slice]]:

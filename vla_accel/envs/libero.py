@@ -21,7 +21,6 @@ with the id.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -30,6 +29,7 @@ import numpy as np
 
 from vla_accel.envs.arguments import check_names, check_option, check_within, episode_of, observations
 from vla_accel.envs.libero_package import LiberoTask, build, load_suite
+from vla_accel.envs.rotations import axis_angle
 
 LIMITS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
 """Suite -> official time limit in steps, without the steps of waiting."""
@@ -253,12 +253,3 @@ class _Simulator:
     def _set_poses(data: Any, poses: dict[str, np.ndarray]) -> None:
         for name, values in poses.items():
             getattr(data, name)[:] = values
-
-
-def axis_angle(quaternion: np.ndarray) -> np.ndarray:
-    """A rotation as axis times angle, `[3]`, from a quaternion x, y, z, w; no choice between q and -q is made."""
-    w = float(np.clip(quaternion[3], -1.0, 1.0))
-    sine = math.sqrt(1.0 - w * w)
-    if math.isclose(sine, 0.0):
-        return np.zeros(3)
-    return np.asarray(quaternion[:3]) * (2.0 * math.acos(w) / sine)

@@ -31,7 +31,8 @@ import gymnasium as gym
 import numpy as np
 
 from vla_accel.envs.arguments import check_names, check_option, check_within, episode_of, observations
-from vla_accel.envs.libero import axis_angle
+from vla_accel.envs.graphics import load_triton
+from vla_accel.envs.rotations import axis_angle
 from vla_accel.types import Job
 
 TASKS: dict[str, tuple[str, int]] = {
@@ -281,6 +282,7 @@ def can_draw(backend: str) -> bool:
     """Whether SAPIEN, with which ManiSkill draws, finds a Vulkan driver; asked of itself, in a second or two."""
     import warnings
 
+    load_triton()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import sapien

@@ -31,9 +31,8 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
-from gymnasium.vector.utils import batch_space
 
-from vla_accel.envs.groups import join
+from vla_accel.envs.groups import join, take_spaces
 from vla_accel.envs.processes import discard, in_threads
 from vla_accel.types import Job
 
@@ -84,14 +83,7 @@ class Workers(VectorEnv):
         for index, problem in problems.items():
             self.close_extras()
             raise RuntimeError(f"environment {index} could not be started in a worker process: {problem}")
-        first = self._workers[0]
-        self.metadata, self.render_mode = first.metadata, first.render_mode
-        self.single_observation_space, self.single_action_space = (
-            first.single_observation_space,
-            first.single_action_space,
-        )
-        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
-        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        take_spaces(self, self._workers[0])
 
     @property
     def processes(self) -> list[Any]:
