@@ -102,6 +102,7 @@ PI0_CASES = {
     "policy.noise_steps": ("--policy.noise_steps all", ""),
     "policy.freeze_vlm": ("--policy.freeze_vlm False", ""),
     "policy.prefix_cache_gb": ("--policy.prefix_cache_gb 0", ""),
+    "policy.prefix_cache_place": ("--policy.prefix_cache_place host", ""),
     "policy.constant_dims": ("--policy.constant_dims exact", "--policy.path {root}/flat --policy.constant_dims unit"),
 }
 SFT_CASES = {
@@ -254,6 +255,7 @@ def _watch(patch, module):
         patch.setattr(module, name, call)
 
     def look_at_policy(policy, _):
+        built["keep_on_host"] = policy.keep_on_host
         built["checkpointing"] = any(getattr(module, "gradient_checkpointing", False) for module in policy.modules())
         for module in policy.modules():
             module.register_forward_hook(lambda *_: built.update(forwards=built["forwards"] + 1))

@@ -81,13 +81,14 @@ class Kept:
 
     Args:
         limit: bytes for the largest row.
+        on_host: move it to the CPU's memory, pinned where there is a CUDA device, instead of leaving it where it is.
 
     Attributes:
         rows: as in `Rollout.kept`, if `strip` was called in that order.
     """
 
-    def __init__(self, limit: int):
-        self.limit, self.full = limit, False
+    def __init__(self, limit: int, *, on_host: bool = False):
+        self.limit, self.on_host, self.full = limit, on_host, False
         self.rows: list[TensorDict] = []
 
     def strip(self, sample: PolicySample) -> PolicySample:
@@ -103,8 +104,15 @@ class Kept:
                     stacklevel=2,
                 )
             else:
-                self.rows += [{name: x[row] for name, x in sample.kept.items()} for row in range(count)]
+                kept = {name: _on_host(x) for name, x in sample.kept.items()} if self.on_host else sample.kept
+                self.rows += [{name: x[row] for name, x in kept.items()} for row in range(count)]
         return dataclasses.replace(sample, kept={})
+
+
+def _on_host(x: Tensor) -> Tensor:
+    if x.device.type == "cpu":
+        return x
+    return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda).copy_(x)
 
 
 def join_rows(rows: list[TensorDict], device: torch.device | str) -> TensorDict:
@@ -116,9 +124,10 @@ def join_rows(rows: list[TensorDict], device: torch.device | str) -> TensorDict:
     for name in rows[0]:
         parts = [row[name] for row in rows]
         size = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
-        whole = torch.zeros(len(rows), *size, dtype=parts[0].dtype, device=device)
+        equal = all(list(part.shape) == size for part in parts)
+        whole = (torch.empty if equal else torch.zeros)(len(rows), *size, dtype=parts[0].dtype, device=device)
         for place, part in zip(whole, parts, strict=True):
-            place[tuple(slice(length) for length in part.shape)] = part
+            place[tuple(slice(length) for length in part.shape)].copy_(part, non_blocking=True)
         joined[name] = whole
     return joined
 

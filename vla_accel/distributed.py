@@ -143,6 +143,11 @@ def _check_accelerator(accelerator: Accelerator, gradient_accumulation_steps: in
 # --------------------------------------------------------------------------------------------------------------------
 
 
+def _fused_adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """AdamW that passes over memory once, also on a CPU."""
+    return torch.optim.AdamW(groups, fused=True)
+
+
 def prepare_policy(
     accelerator: Accelerator,
     policy: nn.Module,
@@ -150,7 +155,7 @@ def prepare_policy(
     learning_rate: float,
     value_learning_rate: float | None = None,
     weight_decay: float = 0.0,
-    make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = torch.optim.AdamW,
+    make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = _fused_adamw,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Wrap, shard and place a policy together with its optimizer, and check the result.
 

@@ -89,6 +89,8 @@ class Pi0PolicyConfig(BasePolicyConfig):
     prefix_cache_gb: float | None = None
     """Memory per process for what the frozen part made of a rollout's observations, so that no pass of the update
     computes it again; if it does not fit, every pass does (GB). 0: never. None: 8, or 0 without freeze_vlm."""
+    prefix_cache_place: Literal["device", "host"] = "device"
+    """Where that memory is: on the device of the rollout, or the CPU's (pinned), from which each pass fetches it."""
     constant_dims: Literal["error", "unit", "exact"] = "error"
     """What to do with an entry of state or action that never moved in the data of the statistics: refuse, leave its
     scale as it is, or divide as the original does."""
@@ -100,6 +102,7 @@ class Pi0PolicyConfig(BasePolicyConfig):
         if self.noise_level is not None:
             check_numbers("policy", self, "noise_level", above=0)
         check_choice("policy.noise_steps", self.noise_steps, ("one", "all"))
+        check_choice("policy.prefix_cache_place", self.prefix_cache_place, ("device", "host"))
         check_choice("policy.constant_dims", self.constant_dims, ("error", "unit", "exact"))
         rule = "must be True while --policy.freeze_vlm is, since the value is read from the frozen part"
         check(self.value_detach or not self.freeze_vlm, "policy.value_detach", rule, self.value_detach)

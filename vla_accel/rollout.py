@@ -98,7 +98,7 @@ def collect(
         for part, rows in parts_of(envs)
     ]
     usual = num_decisions or math.ceil(envs.max_episode_steps / envs.chunk_size)
-    kept = Kept(policy.keep_bytes // (usual * envs.num_envs))
+    kept = Kept(policy.keep_bytes // (usual * envs.num_envs), on_host=policy.keep_on_host)
     seconds = Seconds()
     for t in itertools.count():
         for group in groups:

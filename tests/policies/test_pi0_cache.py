@@ -182,6 +182,14 @@ def test_the_budget_is_for_the_whole_rollout_and_all_or_nothing(make):
         assert rollout_of(policy, num_decisions=3).kept == []
 
 
+def test_what_is_kept_in_the_memory_of_the_host_is_the_same(make):
+    """Here device and host are one; the copies between them are for a GPU."""
+    kept = [rollout_of(make(prefix_cache_place=place)).kept for place in ("device", "host")]
+    for there, here in zip(*kept, strict=True):
+        torch.testing.assert_close(there, here, rtol=0, atol=0)
+        assert all(x.device.type == "cpu" for x in here.values())
+
+
 @pytest.mark.parametrize("options", [{"prefix_cache_gb": 0.0}, {"freeze_vlm": False}])
 def test_nothing_is_kept_where_the_budget_is_0_or_the_prefix_is_trained(make, options):
     policy = make(**options)

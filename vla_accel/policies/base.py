@@ -56,10 +56,12 @@ class Policy(nn.Module):
         shard_units: names of the layer classes that sharding wraps one by one.
         keep_bytes: how much of a rollout, all decisions of this rank together, the loop may store of
             `PolicySample.kept`. If it is more, nothing is stored.
+        keep_on_host: whether the loop stores it in the CPU's memory.
     """
 
     shard_units: ClassVar[tuple[str, ...]] = ()
     keep_bytes: int = 0
+    keep_on_host: bool = False
 
     chunk_size: int
     action_dim: int

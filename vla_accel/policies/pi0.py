@@ -76,6 +76,7 @@ def load(model: str, config: Pi0PolicyConfig, suite: str | None) -> Pi0Policy:  
         value_hidden=value_width(path, config.value_hidden),
         value_detach=config.value_detach,
         prefix_cache_gb=DEFAULT_CACHE_GB if config.prefix_cache_gb is None else config.prefix_cache_gb,
+        keep_on_host=config.prefix_cache_place == "host",
     )
     load_head(policy.value_head, path, VALUE_HEAD_FILE)
     load_head(policy.noise_head, path, NOISE_HEAD_FILE)
@@ -136,6 +137,7 @@ class Pi0Policy(Policy):
         value_detach: whether the value head is cut off from the trunk.
         prefix_cache_gb: gigabytes per rollout for what is kept; unused where a weight of the vision-language model is
             trained.
+        keep_on_host: it goes to the CPU's memory instead of staying on the device.
 
     Raises:
         ValueError: when the checkpoint has no statistics.
@@ -155,6 +157,7 @@ class Pi0Policy(Policy):
         value_hidden: int = 256,
         value_detach: bool = True,
         prefix_cache_gb: float = DEFAULT_CACHE_GB,
+        keep_on_host: bool = False,
     ):
         super().__init__()
         config = model.config
@@ -168,7 +171,7 @@ class Pi0Policy(Policy):
         self.noise_level = DEFAULT_LEVEL[noise] if noise_level is None else noise_level
         self.model, self.processor = model, processor
         frozen = not any(p.requires_grad for p in model.paligemma_with_expert.paligemma.parameters())
-        self.keep_bytes = int(prefix_cache_gb * 1e9) if frozen else 0
+        self.keep_bytes, self.keep_on_host = int(prefix_cache_gb * 1e9) if frozen else 0, keep_on_host
         feature_dim = config.vlm["width"] + config.max_state_dim
         self.value_head = ValueHead(feature_dim, hidden_dim=value_hidden, detach=value_detach)
         width, padded = config.expert["width"], config.max_action_dim
