@@ -341,3 +341,5 @@ class TestAutoClasses:
     def test_unknown_options_of_from_pretrained_are_refused(self, tmp_path):
         with pytest.raises(ValueError, match="Unknown options of a PI0 model: quantization_config"):
             load(folder(tmp_path), quantization_config={})
+        with pytest.raises(ValueError, match="Unknown options of a PI0 model: subfolder"):
+            load_model(folder(tmp_path), subfolder="policy", cache_dir=None)

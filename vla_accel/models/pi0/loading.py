@@ -267,8 +267,10 @@ def load_model(
         ValueError: weights are missing, left over or of another shape.
     """
     ignored = {"trust_remote_code", "adapter_kwargs", "revision", "local_files_only", "token", "_from_auto"}
-    if set(auto) - ignored:
-        raise ValueError(f"Unknown options of a PI0 model: {', '.join(sorted(set(auto) - ignored))}.")
+    unset = {"cache_dir", "force_download", "proxies", "subfolder"}  # as some versions of the Auto classes pass them
+    unknown = [name for name, value in auto.items() if name not in ignored and (value or name not in unset)]
+    if unknown:
+        raise ValueError(f"Unknown options of a PI0 model: {', '.join(sorted(unknown))}.")
     folder = resolve_folder(folder)
     config = config or read_config(folder)
     base = _dtype(dtype if dtype is not None else config.precision)
