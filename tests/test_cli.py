@@ -1,8 +1,13 @@
 """Command lines: what is read, what is refused, and how a program ends."""
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from helpers.programs import start
@@ -181,6 +186,28 @@ def interrupt(config):
 )
 def test_an_error_ends_in_one_sentence_and_its_own_code(capsys, target, code, message):
     assert start(capsys, ExportConfig, f"{__name__}:{target}", "--run", "a", "--out", "b") == (code, message)
+
+
+def hit_by(config):
+    """As a launcher does that answers Ctrl-C by ending what it started."""
+    first, *later = map(int, config.run.split())
+    try:
+        os.kill(os.getpid(), first)
+        time.sleep(20)
+    finally:
+        for number in later:
+            os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGINT, signal.SIGTERM]])
+def test_signals_end_a_program_once_and_in_order(signals):
+    code = f"from vla_accel import cli, config; cli.run(config.ExportConfig, '{__name__}:hit_by')"
+    words = ["--run", " ".join(str(int(number)) for number in signals), "--out", "b"]
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parent)])
+    environment = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"} | {"PYTHONPATH": paths}
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
 def test_the_whole_traceback_shows_on_request(capsys, monkeypatch):

