@@ -47,4 +47,4 @@ make_flow_asset() { # model, speed of the slow expert, how much it varies
 make_asset openvla autoregressive 1 0.28 0.3
 make_asset openvla-oft parallel 4 0.34 0.6
 make_flow_asset pi0 0.212 0.3
-make_flow_asset pi05 0.212 0.3
+make_flow_asset pi05 0.218 0.3
