@@ -80,7 +80,7 @@ class Kept:
     """Gathers what a policy keeps of its decisions, row by row, or nothing if it is too much.
 
     Args:
-        limit: bytes for the largest row.
+        limit: bytes of all rows together.
         on_host: move it to the CPU's memory, pinned where there is a CUDA device, instead of leaving it where it is.
 
     Attributes:
@@ -88,19 +88,19 @@ class Kept:
     """
 
     def __init__(self, limit: int, *, on_host: bool = False):
-        self.limit, self.on_host, self.full = limit, on_host, False
+        self.limit, self.held, self.on_host, self.full = limit, 0, on_host, False
         self.rows: list[TensorDict] = []
 
     def strip(self, sample: PolicySample) -> PolicySample:
         """Take what is kept of the next decisions out of a sample, which then no longer holds it."""
         count = len(sample.value)
         if sample.kept and not self.full:
-            size = sum(x.numel() * x.element_size() for x in sample.kept.values()) / count
-            if size > self.limit:
+            self.held += sum(x.numel() * x.element_size() for x in sample.kept.values())
+            if self.held > self.limit:
                 self.full, self.rows = True, []
                 warnings.warn(
-                    f"A policy may keep {self.limit / 1e6:.3g} MB of each decision for the update but would keep "
-                    f"{size / 1e6:.3g} MB, so each pass of the update computes it again (--policy.prefix_cache_gb).",
+                    f"What the policy would keep of a rollout for its update exceeds the {self.limit / 1e9:.3g} GB that "
+                    "it may keep, so each pass of the update computes it again (--policy.prefix_cache_gb).",
                     stacklevel=2,
                 )
             else:

@@ -9,7 +9,6 @@ Usage: `state = start(envs); rollout = collect(model, policy, envs, state, num_d
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -97,8 +96,7 @@ def collect(
         _Group(envs=part, rows=rows, obs=state.obs.select(everywhere[rows]), idle=state.idle[rows])
         for part, rows in parts_of(envs)
     ]
-    usual = num_decisions or math.ceil(envs.max_episode_steps / envs.chunk_size)
-    kept = Kept(policy.keep_bytes // (usual * envs.num_envs), on_host=policy.keep_on_host)
+    kept = Kept(policy.keep_bytes, on_host=policy.keep_on_host)
     seconds = Seconds()
     for t in itertools.count():
         for group in groups:

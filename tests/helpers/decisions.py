@@ -33,7 +33,7 @@ def rollout_of(policy, *, num_decisions=3, num_envs=4, seed=0):
     draw = torch.Generator().manual_seed(seed)
     policy.fit_instructions(list(INSTRUCTIONS))
     inputs = [policy.prepare(observation(num_envs, seed=seed + t)) for t in range(num_decisions)]
-    kept = Kept(policy.keep_bytes // (num_decisions * num_envs), on_host=policy.keep_on_host)
+    kept = Kept(policy.keep_bytes, on_host=policy.keep_on_host)
     samples = [kept.strip(act(policy, x, torch.device("cpu"))) for x in inputs]
     shape = (num_decisions, num_envs)
     executed = torch.randint(1, policy.chunk_size + 1, shape, generator=draw)

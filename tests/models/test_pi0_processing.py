@@ -269,6 +269,19 @@ def test_tokenizer_of_another_model_is_refused():
         Pi0Processor(config, tiny_pi0_tokenizer())
 
 
+def test_tokens_added_beyond_the_model_s_rows_are_refused_only_in_a_prompt():
+    """PaliGemma's own tokenizer has one more token, `<image>`, than the model has rows."""
+    tokenizer = tiny_pi0_tokenizer()
+    config = Pi0Config(vocab_size=tokenizer.vocab_size)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    assert len(tokenizer) == config.vocab_size + 1
+    processor = Pi0Processor(config, tokenizer)
+    tokens, _ = processor.tokenize(["reach the red block\n"])
+    assert tokens.max() < config.vocab_size
+    with pytest.raises(ValueError, match=f"tokens, but the model has rows for {config.vocab_size}"):
+        processor.tokenize(["reach <image>\n"])
+
+
 class TestPipelineFiles:
     """LeRobot's JSON pipelines."""
 

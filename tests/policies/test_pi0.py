@@ -1,5 +1,6 @@
 """PI0 as a policy: scores that match samples, values, masks, storage, and whole runs of the scripts."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -42,6 +43,16 @@ def act(policy, rows=4, seed=3):
 
 def rows_of(tensors, rows):
     return {name: x[rows] for name, x in tensors.items()}
+
+
+def test_cameras_known_by_name_keep_their_places_and_others_take_those_left(tmp_path):
+    make_tiny_pi0(tmp_path, **SMALL, cameras=("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb"))
+    policy = load_policy("pi0", Pi0PolicyConfig(path=str(tmp_path)))
+    shades = {"new": 1, "base_0_rgb": 2, "more": 3}
+    images = {name: np.full((1, 40, 40, 3), shade, np.uint8) for name, shade in shades.items()}
+    inputs = policy.prepare(dataclasses.replace(observe(1), images=images))
+    shades = {name: int(x.float().mean()) for name, x in inputs.items() if name.startswith("image.")}
+    assert shades == {"image.base_0_rgb": 2, "image.left_wrist_0_rgb": 1, "image.right_wrist_0_rgb": 3}
 
 
 # --------------------------------------------------------------------------------------------------------------------

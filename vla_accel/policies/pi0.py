@@ -187,11 +187,11 @@ class Pi0Policy(Policy):
 
         Cameras that the checkpoint does not know by name take its places in their order.
         """
-        known = {*self.processor.config.cameras, *self.processor.pipelines.rename_map}
-        known |= {name.rpartition(".")[2] for name in known}
-        frames: dict[str, Any] = obs.images
-        if not known.issuperset(frames):
-            frames = dict(zip(self.processor.config.cameras, obs.images.values(), strict=False))
+        frames = {self.processor.camera_of(name): frame for name, frame in obs.images.items()}
+        strange = [frame for name, frame in obs.images.items() if self.processor.camera_of(name) is None]
+        frames.pop(None, None)
+        free = (name for name in self.processor.config.cameras if name not in frames)
+        frames |= dict(zip(free, strange, strict=False))
         return self.processor.prepare(frames, obs.state, obs.instructions)
 
     def forward(

@@ -54,11 +54,9 @@ class Pi0Processor:
         self.max_length = self.pipelines.max_length or config.tokenizer_max_length
         self.state_scaler = self._scaler("STATE", STATE_KEY, config.state_dim, constant_dims)
         self.action_scaler = self._scaler("ACTION", ACTION_KEY, config.action_dim, constant_dims)
-        if tokenizer is not None and len(tokenizer) > config.vocab_size:
-            raise ValueError(
-                f"The tokenizer has {len(tokenizer)} tokens, but the model has rows for {config.vocab_size}: "
-                "it belongs to another checkpoint."
-            )
+        # Tokens added later, such as PaliGemma's `<image>`, may lie beyond the model's rows; no prompt has them.
+        if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+            raise ValueError(_foreign(tokenizer.vocab_size, config.vocab_size))
 
     def _scaler(self, kind: str, key: str, dim: int, constant_dims: str) -> Scaler | None:
         mode, stats = self.norm_map.get(kind, "IDENTITY"), self.pipelines.statistics.get(key)
@@ -117,6 +115,8 @@ class Pi0Processor:
         if self.tokenizer is None:
             raise ValueError("This processor has no tokenizer: load it with tokenizer=<local folder>.")
         rows = self.tokenizer(prompts, add_special_tokens=True, padding=False)["input_ids"]
+        if (highest := max(map(max, rows))) >= self.config.vocab_size:
+            raise ValueError(_foreign(highest + 1, self.config.vocab_size))
         longest = max(len(row) for row in rows)
         if longest > self.max_length:
             warnings.warn(
@@ -152,12 +152,16 @@ class Pi0Processor:
         tokens, mask = self.tokenize(self.prompts(list(instructions), scaled))
         return {**inputs, "tokens": tokens, "token_mask": mask, "state": scaled}
 
-    def _camera(self, name: str) -> str:
+    def camera_of(self, name: str) -> str | None:
+        """The checkpoint's name of a camera that is called by it or by a name of its rename map; None for others."""
         name = self.pipelines.rename_map.get(IMAGE_PREFIX + name, self.pipelines.rename_map.get(name, name))
         name = name.removeprefix(IMAGE_PREFIX)
-        if name not in self.config.cameras:
+        return name if name in self.config.cameras else None
+
+    def _camera(self, name: str) -> str:
+        if (known := self.camera_of(name)) is None:
             raise ValueError(f"Camera must be one of {', '.join(self.config.cameras)}, but is {name!r}.")
-        return name
+        return known
 
     def _frame(self, frame: Any) -> Tensor:
         frame = channels_first(torch.as_tensor(frame)).clone(
@@ -261,6 +265,10 @@ def load_tokenizer(folder: Path, tokenizer: Any, name: str) -> Any:
         f"The checkpoint {folder.name} needs a tokenizer ({name}), but there is no tokenizer.json or tokenizer.model "
         f"in {where}. Copy it into a tokenizer/ folder beside the weights or pass tokenizer=<folder or hub name>."
     )
+
+
+def _foreign(count: int, rows: int) -> str:
+    return f"The tokenizer has {count} tokens, but the model has rows for {rows}: it belongs to another checkpoint."
 
 
 def _need(scaler: Scaler | None, key: str) -> Scaler:
