@@ -215,7 +215,7 @@ def test_the_documentation_says_to_torchrun_what_the_preset_says_to_the_launcher
     assert all(f"`{path.stem}`" in text for path in PRESETS)
     shell = text[text.index("### torchrun") :]
     said = dict(word.split("=") for line in re.findall(r"^export (.*)$", shell, re.M) for word in line.split())
-    assert len(said) == 8
+    assert len(said) == 9
     path = str(ROOT / "accelerate_configs" / "hsdp_multi_node.yaml")
     options = ["--config_file", path, "--machine_rank", "1", "--main_process_ip", "10.0.0.1", "script.py"]
     args, _, _ = _validate_launch_command(launch_command_parser().parse_args(options))

@@ -99,8 +99,8 @@ class Kept:
             if self.held > self.limit:
                 self.full, self.rows = True, []
                 warnings.warn(
-                    f"What the policy would keep of a rollout for its update exceeds the {self.limit / 1e9:.3g} GB that "
-                    "it may keep, so each pass of the update computes it again (--policy.prefix_cache_gb).",
+                    f"What a policy would keep of a rollout for the update exceeds {self.limit / 1e9:.3g} GB, so each "
+                    "pass of it computes that again (--policy.prefix_cache_gb).",
                     stacklevel=2,
                 )
             else:

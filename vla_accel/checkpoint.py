@@ -236,6 +236,11 @@ def _local_tensors(model: nn.Module, optimizer: Any, policy: Policy) -> dict[str
 @torch.no_grad()
 def _restore_tensors(model: nn.Module, optimizer: Any, policy: Policy, stored: dict[str, torch.Tensor]) -> None:
     state = _state_of(optimizer)
+    on_device = {
+        parameter: bool(group.get("fused") or group.get("capturable"))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
     places = [*model.named_parameters(), *_persistent_buffers(model)]
     missing = [name for name, _ in places if f"model/{name}" not in stored]
     check(not missing, "run.resume", "must name a run of the same model", missing[:3])
@@ -251,15 +256,19 @@ def _restore_tensors(model: nn.Module, optimizer: Any, policy: Policy, stored: d
         prefix = f"optimizer/{name}/"
         entries = {key.removeprefix(prefix): x for key, x in stored.items() if key.startswith(prefix)}
         if entries:
-            state[parameter] = {key: _like(parameter, key, x) for key, x in entries.items()}
+            beside = on_device[parameter]
+            state[parameter] = {key: _like(parameter, key, x, on_device=beside) for key, x in entries.items()}
     for stream, saved in zip(policy.streams, stored["noise"], strict=True):
         stream.set_state(saved.clone())  # a row of its own: torch reads it as aligned memory
 
 
-def _like(parameter: torch.Tensor, entry: str, x: torch.Tensor) -> torch.Tensor:
-    """An optimizer's entry as the optimizer keeps it: beside its parameter, and sharded like it."""
+def _like(parameter: torch.Tensor, entry: str, x: torch.Tensor, *, on_device: bool) -> torch.Tensor:
+    """An optimizer's entry as the optimizer keeps it: beside its parameter, and sharded like it.
+
+    The count of steps is one number for all ranks, beside the parameter only if the optimizer is fused.
+    """
     if entry == "step":
-        return x
+        return x.to(parameter.device) if on_device else x
     place = torch.zeros_like(parameter, dtype=x.dtype)
     _local(place).copy_(x)
     return place.detach()

@@ -33,7 +33,7 @@ from vla_accel.distributed import make_accelerator, prepare_policy, seed_weights
 from vla_accel.modes import rollout_mode, train_mode
 
 BF16 = {"BENCHMARK_BF16": "1"}
-FULL, GRAD = ({"FSDP_VERSION": "1", "FSDP_RESHARD_AFTER_FORWARD": name} for name in ("FULL_SHARD", "SHARD_GRAD_OP"))
+FULL, GRAD = ({"FSDP_VERSION": "1", "FSDP_SHARDING_STRATEGY": name} for name in ("FULL_SHARD", "SHARD_GRAD_OP"))
 SECOND = {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
 CASES = {
     "FSDP1 FULL_SHARD, float32": FULL,

@@ -74,9 +74,8 @@ class Case:
                 "FSDP_USE_ORIG_PARAMS": "true",
                 "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
                 "FSDP_OFFLOAD_PARAMS": str("offload" in rest),
-                "FSDP_RESHARD_AFTER_FORWARD": {"full": "FULL_SHARD", "grad": "SHARD_GRAD_OP", "keep": "false"}.get(
-                    rest[0], "true"
-                ),
+                "FSDP_RESHARD_AFTER_FORWARD": str(rest[0] != "keep"),
+                "FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP" if rest[0] == "grad" else "FULL_SHARD",
             }
         if rest[0] == "hybrid" and kind == "fsdp2":
             os.environ |= {

@@ -40,6 +40,8 @@ def check_units(case: Case) -> None:
     # Accelerate's FSDP2 makes the final norm a unit too.
     by_accelerate = isinstance(case.model, FSDPModule) and not case.stock
     assert check_sharding(case.model, names, expected=6) == (8 if by_accelerate else 7)
+    strategy = getattr(case.model, "sharding_strategy", None)
+    assert strategy is None or (strategy.name == "SHARD_GRAD_OP") == ("grad" in case.name)
     if "hybrid" in case.name and isinstance(case.model, FSDPModule):
         assert {str(p.placements) for p in case.model.parameters()} == {"(Replicate(), Shard(dim=0))"}
     with raises(RuntimeError, "5 layers", "Block"):

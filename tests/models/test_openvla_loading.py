@@ -149,7 +149,7 @@ def test_a_missing_shard_is_named(folder):
 def test_a_file_cut_short_is_named(folder):
     content = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(content[: len(content) // 2])
-    both(folder, "model.safetensors is not a complete safetensors file")
+    both(folder, "model.safetensors is not a whole safetensors file")
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])

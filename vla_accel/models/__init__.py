@@ -6,7 +6,6 @@ Usage: `model, processor = load_vla("path/to/checkpoint")`.
 from __future__ import annotations
 
 import importlib
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,9 +110,11 @@ def _family(path: str | Path) -> tuple[Path, Any]:
     folder = _folder(path)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json. Give the folder of a Hugging Face checkpoint.")
-    data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    from vla_accel.models.reading import read_json
+
+    data = read_json(folder / "config.json")
     kind = data.get("model_type", data.get("type", "pi0" if "action_horizon" in data else None))  # openpi names none
-    if kind not in _FAMILIES:
+    if kind not in tuple(_FAMILIES):
         raise ValueError(f"{folder / 'config.json'} has model_type {kind!r}; known are {sorted(_FAMILIES)}.")
     register_vla_models()
     return folder, importlib.import_module(_FAMILIES[kind])

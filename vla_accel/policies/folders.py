@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
+from vla_accel.models.reading import read_tensors, tensor_shapes
 from vla_accel.rules import check
 from vla_accel.types import TensorDict
 
@@ -26,13 +26,14 @@ def value_width(path: str, asked: int | None) -> int:
     """Width of the value head's hidden layers: the stored head's, else the one asked for, else the default.
 
     Raises:
-        ValueError: when another width than the stored one is asked for.
+        ValueError: when another width than the stored one is asked for, or the stored head is broken.
     """
     head = Path(path) / VALUE_HEAD_FILE
     if not head.exists():
         return asked or DEFAULT_WIDTH
-    with safe_open(head, framework="pt") as file:
-        stored = file.get_slice("fc1.weight").get_shape()[0]
+    stored, *_ = tensor_shapes(head).get("fc1.weight") or (None,)
+    if stored is None:
+        raise ValueError(f"{head} is no value head: it has no fc1.weight. Copy it again, or remove it to start anew.")
     rule = f"must be {stored}, the width of the value head in {path}"
     check(asked in (None, stored), "policy.value_hidden", rule, asked)
     return stored
@@ -41,7 +42,7 @@ def value_width(path: str, asked: int | None) -> int:
 def load_head(head: nn.Module | None, path: str, name: str) -> None:
     """Fill a head from the file `name` of a folder; one without that file keeps its weights."""
     if head is not None and (Path(path) / name).exists():
-        head.load_state_dict(load_file(Path(path) / name))
+        head.load_state_dict(read_tensors(Path(path) / name))
 
 
 def part_of(state_dict: TensorDict, prefix: str) -> TensorDict:

@@ -124,14 +124,21 @@ class ActionStatistics:
     def __init__(self, entry: Mapping[str, Any], *, mode: str = "q99", name: str = ""):
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
-        if not isinstance(entry, Mapping) or not entry.get("action"):
+        if not isinstance(entry, Mapping) or not entry.get("action") or not isinstance(entry["action"], Mapping):
             raise ValueError(f'norm_stats[{name!r}] has no "action" statistics; it has: {_listing(entry)}')
         action = entry["action"]
         self.name = name
         self.low, self.high, self.mask = _bounds(action, mode, where=f'norm_stats[{name!r}]["action"]')
         extremes = [action.get(bound) for bound in ("min", "max")]
-        limits = (self.low, self.high) if None in extremes else (np.asarray(x, np.float64) for x in extremes)
-        self.constant = np.equal(*limits)
+        if None in extremes:
+            extremes = [self.low, self.high]
+        lowest, highest = (_numbers(x, f'norm_stats[{name!r}]["action"]: min and max') for x in extremes)
+        if not lowest.shape == highest.shape == self.low.shape:
+            raise ValueError(
+                f'norm_stats[{name!r}]["action"]: min and max must have {len(self.low)} entries as the others, '
+                f"got {lowest.shape} and {highest.shape}"
+            )
+        self.constant = lowest == highest
         self.proprio_low: np.ndarray | None = None
         self.proprio_high: np.ndarray | None = None
         self.proprio_mask: np.ndarray | None = None
@@ -282,7 +289,7 @@ def _bounds(entry: Mapping[str, Any], mode: str, *, where: str) -> tuple[np.ndar
             f"{where} lacks {' and '.join(missing)}, needed by mode {mode!r}; it has: {_listing(entry)}; "
             f"choose the other mode ({', '.join(set(MODES) - {mode})}) or complete dataset_statistics.json"
         )
-    low, high = (np.asarray(entry[name], dtype=np.float64) for name in names)
+    low, high = (_numbers(entry[name], f"{where}: {name}") for name in names)
     mask = np.asarray(entry["mask"], dtype=bool) if entry.get("mask") is not None else np.ones(low.shape, dtype=bool)
     if low.ndim != 1 or not low.shape == high.shape == mask.shape:
         raise ValueError(
@@ -290,6 +297,16 @@ def _bounds(entry: Mapping[str, Any], mode: str, *, where: str) -> tuple[np.ndar
             f"got {low.shape}, {high.shape} and {mask.shape}"
         )
     return low, high, mask
+
+
+def _numbers(values: Any, where: str) -> np.ndarray:
+    try:
+        numbers = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError):
+        numbers = np.asarray(np.nan)
+    if not np.isfinite(numbers).all():
+        raise ValueError(f"{where} must be lists of finite numbers, got {values!r}; correct dataset_statistics.json")
+    return numbers
 
 
 def _scaled(value: Array, low: np.ndarray, high: np.ndarray, mask: np.ndarray, eps: float) -> Array:

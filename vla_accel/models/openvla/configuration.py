@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 import transformers
 from transformers import LlamaConfig, PretrainedConfig
 
+from vla_accel.models.reading import table
+
 _DINOV2, _SIGLIP = "vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_{}"
 _CLIP = "vit_large_patch14_clip_{}.openai"
 
@@ -272,15 +274,21 @@ def _vision_backbone(name: str, timm_model_ids: list[str] | None) -> tuple[list[
 
 def _action_dim_of(norm_stats: dict[str, Any] | None) -> int:
     """Action dimensions that all statistics agree on, else 7."""
-    widths = {len(stats["action"]["q01"]) for stats in (norm_stats or {}).values() if "q01" in stats.get("action", {})}
+    widths = {len(action["q01"]) for action in _actions_of(norm_stats) if hasattr(action.get("q01"), "__len__")}
     return widths.pop() if len(widths) == 1 else 7
+
+
+def _actions_of(norm_stats: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The action statistics of each data set that has some."""
+    entries = [table(entry, f"norm_stats[{name!r}]") for name, entry in table(norm_stats or {}, "norm_stats").items()]
+    return [table(entry["action"], "norm_stats: action") for entry in entries if entry.get("action")]
 
 
 def _text_config(given: dict[str, Any] | LlamaConfig | None, pad_token_id: int, multiple: int) -> LlamaConfig:
     """The Llama configuration that a short `text_config` stands for."""
     if isinstance(given, LlamaConfig):
         return given
-    given = dict(given or {"vocab_size": pad_token_id + multiple, "pad_token_id": pad_token_id})
+    given = dict(table(given or {"vocab_size": pad_token_id + multiple, "pad_token_id": pad_token_id}, "text_config"))
     kind = given.pop("model_type", "llama")
     if kind != "llama":
         raise ValueError(f"text_config.model_type must be 'llama', not {kind!r}: only Llama backbones are supported.")

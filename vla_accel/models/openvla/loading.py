@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from safetensors import SafetensorError, safe_open
 
 from vla_accel.models.openvla.configuration import OpenVLAConfig
 from vla_accel.models.openvla.modeling import OpenVLAForActionPrediction
 from vla_accel.models.openvla.processing import PrismaticProcessor
+from vla_accel.models.reading import open_tensors, read_json, shard_names, tensor_shapes
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _STATISTICS = "dataset_statistics.json"
@@ -84,9 +84,9 @@ def read_config(folder: Path, **overrides: Any) -> OpenVLAConfig:
         near = get_close_matches(name, _OPTIONS, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise ValueError(f"{name} is not an option of an OpenVLA model; options are {sorted(_OPTIONS)}.{hint}")
-    data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    data = read_json(folder / "config.json")
     if (folder / _STATISTICS).is_file():
-        data["norm_stats"] = json.loads((folder / _STATISTICS).read_text(encoding="utf-8"))
+        data["norm_stats"] = read_json(folder / _STATISTICS)
     config = OpenVLAConfig(**{**data, **overrides})
     config.name_or_path = str(folder)
     return config
@@ -113,7 +113,7 @@ def load_weights(
     _check_names(folder, expected, stored)
     state: dict[str, torch.Tensor] = {}
     for file in sorted({entry.file for entry in stored.values()}):
-        with safe_open(file, framework="pt", device=str(device)) as opened:
+        with open_tensors(file, device=str(device)) as opened:
             for name, entry in stored.items():
                 if entry.file == file:
                     state[name] = opened.get_tensor(entry.name).to(dtype)
@@ -162,8 +162,7 @@ def _stored_tensors(folder: Path) -> dict[str, _Stored]:
     if (folder / _SINGLE).is_file():
         return _tensors_of(folder / _SINGLE)
     if (folder / _INDEX).is_file():
-        weight_map = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-        files = sorted(set(weight_map.values()))
+        files = shard_names(folder / _INDEX)
         missing = [name for name in files if not (folder / name).is_file()]
         if missing:
             raise ValueError(
@@ -182,14 +181,7 @@ def _stored_tensors(folder: Path) -> dict[str, _Stored]:
 
 def _tensors_of(file: Path) -> dict[str, _Stored]:
     """Name, place and shape of every tensor of one file."""
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return {
-                name: _Stored(file=file, name=name, shape=tuple(opened.get_slice(name).get_shape()))
-                for name in opened.keys()  # noqa: SIM118 (not a mapping)
-            }
-    except SafetensorError as error:
-        raise ValueError(f"{file} is not a complete safetensors file ({error}). Download or copy it again.") from error
+    return {name: _Stored(file=file, name=name, shape=shape) for name, shape in tensor_shapes(file).items()}
 
 
 def _side_tensors(folder: Path, stem: str) -> dict[str, _Stored]:

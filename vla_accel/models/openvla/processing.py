@@ -16,6 +16,7 @@ import torch
 from transformers import BatchFeature, PreTrainedTokenizerFast
 
 from vla_accel.models.openvla.images import PrismaticImageProcessor
+from vla_accel.models.reading import read_json, read_tokenizer
 
 PROMPTS = {
     "openvla": "In: What action should the robot take to {task}?\nOut:",
@@ -107,8 +108,8 @@ class PrismaticProcessor:
                 f"{folder} has no tokenizer.json; copy the tokenizer files of the original checkpoint into it "
                 f"({', '.join(TOKENIZER_FILES[:5])}). A folder with tokenizer.model alone must be converted first"
             )
-        settings = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        settings = read_json(folder / "preprocessor_config.json")
+        tokenizer = read_tokenizer(PreTrainedTokenizerFast, folder)
         files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
         style = prompt_style or _prompt_style(folder)
         return cls(PrismaticImageProcessor(**settings), tokenizer, prompt_style=style, files=files)
@@ -229,5 +230,5 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 def _prompt_style(folder: Path) -> str:
     path = folder / "config.json"
-    backbone = json.loads(path.read_text(encoding="utf-8")).get("llm_backbone_id") if path.is_file() else None
+    backbone = read_json(path).get("llm_backbone_id") if path.is_file() else None
     return "openvla-v01" if str(backbone).startswith("vicuna") else "openvla"

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from vla_accel.models.pi0.configuration import ACTION_KEY, STATE_KEY, Pi0Config
+from vla_accel.models.reading import read_json, read_tensors, table
 
 Statistics = dict[str, dict[str, Tensor]]
 
@@ -60,20 +61,25 @@ def read_pipelines(folder: Path) -> Pipelines:
     """Read LeRobot's `policy_preprocessor.json` and `policy_postprocessor.json` with the state files that they name.
 
     Raises:
-        ValueError: a step that is not implemented (named), or the two files disagree about the actions.
+        ValueError: a file is broken, a step is not implemented (named), or the two files disagree about the actions.
     """
     record = Pipelines()
     after: dict[str, Tensor] = {}
     for name in (PRE, POST):
         for step in _read_steps(folder / f"{name}.json"):
-            kind, options = step["registry_name"], step.get("config", {})
+            kind, options, where = step["registry_name"], step["config"], f"{name}.json of {folder.name}"
             if kind == "rename_observations_processor":
-                record.rename_map = dict(options.get("rename_map") or {})
+                record.rename_map = table(options.get("rename_map") or {}, f"rename_map in {where}")
             elif kind == "tokenizer_processor":
                 record.tokenizer_name = options.get("tokenizer_name") or TOKENIZER_NAME
                 record.max_length = options.get("max_length")
+                if record.max_length is not None and (type(record.max_length) is not int or record.max_length < 1):
+                    raise ValueError(
+                        f"max_length in {where} must be a whole number of at least 1, but is {record.max_length!r}."
+                    )
             elif kind == "normalizer_processor":
-                record.eps, record.norm_map = options.get("eps", 1e-8), dict(options.get("norm_map") or {})
+                record.eps = options.get("eps", 1e-8)
+                record.norm_map = dict(table(options.get("norm_map") or {}, f"norm_map in {where}"))
                 only = options.get("normalize_observation_keys")
                 if only is not None and STATE_KEY not in only:
                     record.norm_map["STATE"] = "IDENTITY"
@@ -88,11 +94,15 @@ def read_pipelines(folder: Path) -> Pipelines:
 
 
 def _read_steps(path: Path) -> list[dict[str, Any]]:
+    """The steps of a pipeline file, each with its `config`; none where there is no file."""
     if not path.is_file():
         return []
-    steps = json.loads(path.read_text())["steps"]
+    steps = read_json(path).get("steps")
+    if not isinstance(steps, list):
+        raise ValueError(f"{path} must have a list 'steps', but has {steps!r}. Copy it from the original checkpoint.")
     for step in steps:
-        kind = step.get("registry_name")
+        kind = table(step, f"A step of {path}").get("registry_name")
+        step["config"] = table(step.get("config") or {}, f"config of {kind} in {path}")
         if kind not in _KNOWN_STEPS:
             raise ValueError(f"{path.name}: the processing step {kind!r} is not supported.")
         if kind in ("relative_actions_processor", "absolute_actions_processor") and step["config"].get("enabled"):
@@ -107,11 +117,11 @@ def _read_state(folder: Path, step: dict[str, Any]) -> Statistics:
     """The flat `<feature>.<statistic>` file of a step, nested, without the pixels' statistics."""
     if "state_file" not in step:
         return {}
-    path = folder / step["state_file"]
+    path = folder / str(step["state_file"])
     if not path.is_file():
         raise ValueError(f"{folder.name} lacks {path.name}, the statistics that its pipeline file names.")
     nested: Statistics = {}
-    for key, value in load_file(path).items():
+    for key, value in read_tensors(path).items():
         feature, _, name = key.rpartition(".")
         if feature in (STATE_KEY, ACTION_KEY):
             nested.setdefault(feature, {})[name] = value.float()
@@ -184,14 +194,25 @@ def find_norm_stats(folder: Path, asset_id: str | None) -> tuple[str, Path] | No
 
 
 def read_norm_stats(path: Path) -> Statistics:
-    """Read openpi's `norm_stats.json`."""
-    raw = json.loads(path.read_text())
-    raw = raw.get("norm_stats", raw)
-    names = {"state": STATE_KEY, "actions": ACTION_KEY}
-    return {
-        names[feature]: {
-            name: torch.tensor(values, dtype=torch.float32) for name, values in stats.items() if values is not None
-        }
-        for feature, stats in raw.items()
-        if feature in names
-    }
+    """Read openpi's `norm_stats.json`.
+
+    Raises:
+        ValueError: the file is broken, or lacks numbers of the state or of the actions.
+    """
+    raw = read_json(path)
+    raw = table(raw.get("norm_stats", raw), f"norm_stats of {path}")
+    found: Statistics = {}
+    for feature, key in (("state", STATE_KEY), ("actions", ACTION_KEY)):
+        stats = table(raw.get(feature), f"{feature!r} in {path}")
+        rows = {name: values for name, values in stats.items() if values is not None}
+        if not rows:
+            raise ValueError(f"{feature!r} in {path} has no statistics. Copy the file from the original checkpoint.")
+        found[key] = {name: _numbers(values, f"{name!r} of {feature!r} in {path}") for name, values in rows.items()}
+    return found
+
+
+def _numbers(values: Any, name: str) -> Tensor:
+    try:
+        return torch.tensor([float(value) for value in values])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be a list of numbers, but is {values!r}.") from error

@@ -6,13 +6,11 @@ Usage: `model, processor = load_pi0(folder, dtype="bfloat16", device="cuda")`.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -20,6 +18,7 @@ from vla_accel.models.pi0.configuration import ACTION_KEY, SIDE_FILE, STATE_KEY,
 from vla_accel.models.pi0.files import find_norm_stats, read_norm_stats
 from vla_accel.models.pi0.modeling import Pi0Model
 from vla_accel.models.pi0.processing import Pi0Processor
+from vla_accel.models.reading import open_tensors, read_json, shard_names, tensor_shapes
 
 WEIGHTS = "model.safetensors"
 ROOTS = ("paligemma_with_expert.", "state_proj.", "action_", "time_mlp_")
@@ -45,6 +44,7 @@ def load_pi0(
     asset_id: str | None = None,
     relative_actions: bool | None = None,
     constant_dims: str = "error",
+    need_statistics: bool = False,
     **overrides: Any,
 ) -> tuple[Pi0Model, Pi0Processor]:
     """Load a PI0 or PI0.5 checkpoint and its processor.
@@ -60,7 +60,8 @@ def load_pi0(
         relative_actions: openpi only, whether the actions are relative to the state; its folders do not say. None:
             as its configuration for that data set.
         constant_dims: `"error"`, `"unit"` or `"exact"`, for dimensions that never moved in the data.
-        **overrides: fields of `Pi0Config`.
+        need_statistics: refuse a checkpoint without statistics, as base models are.
+        **overrides: fields of `Pi0Config`. A shorter `chunk_size` also shortens `n_action_steps`.
 
     Returns:
         The model, in eval mode, and its processor.
@@ -72,6 +73,8 @@ def load_pi0(
     config = read_config(folder, asset_id=asset_id, relative_actions=relative_actions, **overrides)
     options = {"tokenizer": tokenizer, "statistics": statistics, "asset_id": asset_id, "constant_dims": constant_dims}
     processor = Pi0Processor.from_pretrained(folder, config=config, **options)
+    if need_statistics:
+        processor.check_statistics()
     model = load_model(folder, config=config, dtype=dtype, device=device, expert_dtype=expert_dtype)
     return model, processor
 
@@ -84,9 +87,12 @@ def peek_pi0(path: str | Path, **options: Any) -> Pi0Config:
     """
     folder = resolve_folder(path)
     names = ("asset_id", "tokenizer", "statistics", "constant_dims")
-    rest = {key: value for key, value in options.items() if key not in ("dtype", "device", "expert_dtype", *names[1:])}
-    config = read_config(folder, **rest)
-    Pi0Processor.from_pretrained(folder, config=config, **{key: options[key] for key in names if key in options})
+    unread = ("dtype", "device", "expert_dtype", "need_statistics", *names[1:])
+    config = read_config(folder, **{key: value for key, value in options.items() if key not in unread})
+    given = {key: options[key] for key in names if key in options}
+    processor = Pi0Processor.from_pretrained(folder, config=config, **given)
+    if options.get("need_statistics"):
+        processor.check_statistics()
     check_weights(folder, config)
     return config
 
@@ -112,8 +118,8 @@ def read_config(
     if not path.is_file():
         hint = " It holds a LoRA adapter: merge it first." if (folder / "adapter_config.json").is_file() else ""
         raise ValueError(f"{folder.name} is not a PI0 checkpoint: it has no config.json.{hint}")
-    raw = json.loads(path.read_text())
-    side = json.loads((folder / SIDE_FILE).read_text()) if (folder / SIDE_FILE).is_file() else {}
+    raw = read_json(path)
+    side = read_json(folder / SIDE_FILE) if (folder / SIDE_FILE).is_file() else {}
     if {"action_dim", "action_horizon"} <= raw.keys():
         config = _openpi_config(folder, raw, asset_id=asset_id, relative_actions=relative_actions, overrides=overrides)
     elif "type" in raw:
@@ -132,6 +138,8 @@ def read_config(
         if name not in fields:
             known = ", ".join(sorted(Pi0Config.__init__.__kwdefaults__))
             raise ValueError(f"Unknown option {name!r} of a PI0 checkpoint; known are {known}.")
+    if "chunk_size" in overrides:
+        overrides = {"n_action_steps": None, **overrides}
     return Pi0Config.from_dict({**fields, **overrides})
 
 
@@ -143,7 +151,7 @@ def _openpi_config(
     relative_actions: bool | None,
     overrides: dict[str, Any],
 ) -> Pi0Config:
-    keys = {_rename(key, "pi05") for file in weight_files(folder) for key in _keys(file)}
+    keys = {_rename(key, "pi05") for file in weight_files(folder) for key in tensor_shapes(file)}
     variant = "pi0" if "state_proj.weight" in keys else "pi05"
     values, found = {}, find_norm_stats(folder, asset_id)
     if relative_actions or (found and relative_actions is None and (variant, found[0]) in RELATIVE_ASSETS):
@@ -166,16 +174,11 @@ def _openpi_config(
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint, whole or in shards."""
     index = folder / f"{WEIGHTS}.index.json"
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else [WEIGHTS]
+    names = shard_names(index) if index.is_file() else [WEIGHTS]
     for name in names:
         if not (folder / name).is_file():
             raise ValueError(f"{folder.name} has no {name}.")
     return [folder / name for name in names]
-
-
-def _keys(file: Path) -> list[str]:
-    with safe_open(file, "pt") as reader:
-        return list(reader.keys())
 
 
 def _rename(key: str, variant: str) -> str:
@@ -197,7 +200,7 @@ def index_weights(folder: Path, variant: str) -> dict[str, tuple[Path, str]]:
     """
     found: dict[str, tuple[Path, str]] = {}
     for file in weight_files(folder):
-        for key in _keys(file):
+        for key in tensor_shapes(file):
             if "normalize_inputs." in key or ".paligemma.language_model." in key:
                 raise ValueError(
                     f"{folder.name} has the layout that LeRobot used before October 2025 ({key}). "
@@ -234,9 +237,9 @@ def check_weights(folder: Path, config: Pi0Config) -> dict[str, tuple[Path, str]
             f"{folder.name} does not fit a {config.variant} model: {len(missing)} weights are missing "
             f"({', '.join(missing[:3])}), {len(left_over)} are left over ({', '.join(left_over[:3])})."
         )
+    stored = {file: tensor_shapes(file) for file in weight_files(folder)}
     for name, (file, key) in found.items():
-        with safe_open(file, "pt") as reader:
-            shape = reader.get_slice(key).get_shape()
+        shape = stored[file][key]
         if list(shape) != list(wanted[name]):
             raise ValueError(
                 f"{folder.name}: {name} must have the shape {list(wanted[name])} that the configuration implies, "
@@ -278,7 +281,7 @@ def load_model(
     index = check_weights(folder, config)
     tensors: dict[str, Tensor] = {}
     for file in weight_files(folder):
-        with safe_open(file, "pt") as reader:
+        with open_tensors(file) as reader:
             for name, (where, key) in index.items():
                 if where == file:
                     tensor = reader.get_tensor(key)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 _ENDS = {"QUANTILES": ("q01", "q99"), "QUANTILE10": ("q10", "q90"), "MIN_MAX": ("min", "max")}
+MODES = ("IDENTITY", "MEAN_STD", *_ENDS)
 CONSTANT_DIMS = ("error", "unit", "exact")
 OPENPI_EPS = 1e-6
 FLAT = 1e-6  # below it a standard deviation or a width says that the dimension never moved
@@ -33,7 +34,8 @@ class Scaler:
             `"exact"`, divide as the originals do (a deviation of 0.1 becomes 1e7).
 
     Raises:
-        ValueError: statistics are missing, not finite, negative, or flat with `constant_dims="error"`.
+        ValueError: an unknown mode, or statistics that are missing, of two lengths, not finite, negative, or flat with
+            `constant_dims="error"`.
     """
 
     def __init__(
@@ -49,6 +51,8 @@ class Scaler:
         if constant_dims not in CONSTANT_DIMS:
             raise ValueError(f"constant_dims must be one of {', '.join(CONSTANT_DIMS)}, but is {constant_dims!r}.")
         self.mode, self.name, self.rule, self.eps = mode, name, rule, eps
+        if mode not in MODES:
+            raise ValueError(f"The normalization mode of {name} must be one of {', '.join(MODES)}, but is {mode!r}.")
         if mode == "IDENTITY":
             return
         self.names = ("mean", "std") if mode == "MEAN_STD" else _ENDS[mode]
@@ -58,6 +62,11 @@ class Scaler:
             if not torch.isfinite(torch.as_tensor(stats[key])).all():
                 raise ValueError(f"The statistics of {name} must be finite, but {key!r} is {list(stats[key])}.")
         first, second = (torch.as_tensor(stats[key]).float().flatten() for key in self.names)
+        if len(first) != len(second):
+            raise ValueError(
+                f"The statistics of {name} must have one length, but {' and '.join(self.names)} have {len(first)} and "
+                f"{len(second)} entries."
+            )
         width = second if mode == "MEAN_STD" else second - first
         if (width < 0).any():
             dims = (width < 0).nonzero().flatten().tolist()
@@ -70,7 +79,8 @@ class Scaler:
             raise ValueError(
                 f"The statistics of {name} have {'a standard deviation' if mode == 'MEAN_STD' else 'a range'} of 0 in "
                 f"dimensions {flat.nonzero().flatten().tolist()}, so these cannot be normalised. "
-                'Pass constant_dims="unit" to leave their scale as it is, or "exact" to divide as the original does.'
+                'Pass constant_dims="unit" (--policy.constant_dims unit) to leave their scale as it is, or "exact" to '
+                "divide as the original does."
             )
         if constant_dims == "unit":
             if mode == "MEAN_STD":
