@@ -1,5 +1,6 @@
 """Evaluation with a policy that solves the tabletop by eye: exact counts, equal results, and controls that bite."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -217,3 +218,9 @@ def scored(file, ranks, *, num_envs):
     result = json.loads(file.read_text())
     del result["config"]  # says how many environments there were
     return result
+
+
+def test_tasks_that_share_their_words_have_rows_of_their_own():
+    report = dataclasses.replace(REPORT, instructions=["reach", "reach", "reach"])
+    tasks = report.to_dict()["tasks"]
+    assert {name: row["n"] for name, row in tasks.items()} == {"reach (task 0)": 3, "reach (task 2)": 1}

@@ -74,12 +74,17 @@ class Evaluation:
     def to_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON: overall, per task, and each episode with its state id and seed."""
         tasks = sorted({e.job.task_id for e in self.episodes})
+        names = [self.instructions[task] for task in tasks]
+        # Different tasks of LIBERO-90 share their words.
+        names = [
+            f"{name} (task {task})" if names.count(name) > 1 else name for task, name in zip(tasks, names, strict=True)
+        ]
         return {
             **self.summary(),
             "voided": self.voided,
             "tasks": {
-                self.instructions[task]: self.summary([e for e in self.episodes if e.job.task_id == task])
-                for task in tasks
+                name: self.summary([e for e in self.episodes if e.job.task_id == task])
+                for task, name in zip(tasks, names, strict=True)
             },
             "episodes": [
                 {

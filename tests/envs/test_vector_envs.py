@@ -19,6 +19,7 @@ from vla_accel.envs import (
 )
 from vla_accel.envs.make import REGISTRY
 from vla_accel.envs.tabletop import Tabletop
+from vla_accel.types import Job
 
 SMALL = {"image_size": 16, "cameras": ("wrist", "front")}
 
@@ -201,3 +202,22 @@ def test_a_class_of_ones_own_needs_no_registration():
 def test_make_vector_env_names_the_argument_that_is_wrong(changes, message):
     with pytest.raises(ValueError, match=message):
         make_vector_env("tabletop", **{"num_envs": 2, "chunk_size": 1, "jobs": [[], []], **changes})
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_cameras_stay_in_the_order_in_which_they_were_asked_for(vectorization):
+    """Gymnasium sorts a mapping of spaces by name; a policy reads its pictures by their order."""
+    cameras = ["wrist", "front"]
+    envs = make_vector_env(
+        "tabletop",
+        num_envs=2,
+        chunk_size=1,
+        jobs=[iter([Job(task_id=0, state_id=i, seed=i)]) for i in range(2)],
+        vectorization=vectorization,
+        env_options={"cameras": tuple(cameras), "image_size": 16},
+    )
+    try:
+        observations, _ = envs.reset()
+    finally:
+        envs.close()
+    assert list(observations["images"]) == cameras

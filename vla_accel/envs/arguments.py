@@ -61,11 +61,16 @@ def episode_of(
     return task_id, state_id
 
 
+def pictures(cameras: Sequence[str], image_size: int) -> gym.spaces.Dict:
+    """The space of pictures in the order of the cameras, which is that in which a policy sees them."""
+    picture = gym.spaces.Box(0, 255, (image_size, image_size, 3), np.uint8)
+    return gym.spaces.Dict([(camera, picture) for camera in cameras])  # a mapping would be sorted by name
+
+
 def observations(cameras: Sequence[str], image_size: int, *, state_size: int, num_tasks: int) -> gym.spaces.Dict:
     """The space of observations that the contract asks for; the state is unbounded."""
-    picture = gym.spaces.Box(0, 255, (image_size, image_size, 3), np.uint8)
     return gym.spaces.Dict(
-        images=gym.spaces.Dict({camera: picture for camera in cameras}),
+        images=pictures(cameras, image_size),
         state=gym.spaces.Box(-np.inf, np.inf, (state_size,), np.float32),
         task_id=gym.spaces.Discrete(num_tasks),
     )

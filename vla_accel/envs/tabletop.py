@@ -31,7 +31,7 @@ from typing import Any, ClassVar
 import gymnasium as gym
 import numpy as np
 
-from vla_accel.envs.arguments import check_names, check_within, episode_of
+from vla_accel.envs.arguments import check_names, check_within, episode_of, pictures
 from vla_accel.envs.drawing import Box, Camera, Table, draw
 from vla_accel.envs.tabletop_expert import VERBS, expert_action
 from vla_accel.envs.tabletop_world import HALF_BLOCK, HALF_FINGER, HALF_TABLE, World
@@ -107,10 +107,9 @@ class Tabletop(gym.Env):
         self.tasks = [(verb, color) for verb in tasks for color in self.colors]
         self.instructions = [PHRASES[verb].format(color) for verb, color in self.tasks]
         self.state_ids = {"train": range(1000, 1_000_000), "eval": range(1000)}
-        picture = gym.spaces.Box(0, 255, (image_size, image_size, 3), np.uint8)
         self.observation_space = gym.spaces.Dict(
             {
-                "images": gym.spaces.Dict({camera: picture for camera in self.cameras}),
+                "images": pictures(self.cameras, image_size),
                 "state": gym.spaces.Box(-4.0, 4.0, (8,), np.float32),
                 "task_id": gym.spaces.Discrete(len(self.tasks)),
             }
