@@ -128,6 +128,13 @@ def test_offloading_under_fsdp1_is_refused_with_what_to_set(fresh):
         make_accelerator(cpu=True)
 
 
+@pytest.mark.parametrize("kind", ["tp", "cp", "sp"])
+def test_layers_split_over_processes_are_refused(fresh, kind):
+    fsdp(fresh, **{f"PARALLELISM_CONFIG_{kind.upper()}_SIZE": "2"})
+    with pytest.raises(ValueError, match=f"parallelism_config_{kind}_size must be 1, but is 2"):
+        make_accelerator(cpu=True)
+
+
 def test_accumulation_steps_from_elsewhere_are_refused(fresh):
     fresh.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     with pytest.raises(ValueError, match=r"gradient_accumulation_steps is 2 but Accelerate runs with 4"):

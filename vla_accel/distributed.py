@@ -74,6 +74,7 @@ def make_accelerator(
         ValueError: a precision, preset or environment variable that cannot work, and what to set instead.
         RuntimeError: processes that were launched together but did not find each other.
     """
+    _refuse_split_layers()
     if cpu is None:
         cpu = _env_flag("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     precision = _choose_precision(mixed_precision, cpu=cpu)
@@ -97,6 +98,17 @@ def make_accelerator(
 
 def _env_flag(name: str) -> bool:
     return os.environ.get(name, "").lower() in ("1", "true", "yes", "y", "on", "t")
+
+
+def _refuse_split_layers() -> None:
+    """A rollout without collectives needs whole layers, and data that ranks do not share."""
+    for kind in ("tp", "cp", "sp"):
+        size = os.environ.get(f"PARALLELISM_CONFIG_{kind.upper()}_SIZE", "1")
+        if size not in ("", "1"):
+            raise ValueError(
+                f"parallelism_config_{kind}_size must be 1, but is {size}: layers or sequences split over processes "
+                "are not supported. Use a preset of accelerate_configs/, such as fsdp2 or hsdp_multi_node."
+            )
 
 
 def _choose_precision(requested: str | None, *, cpu: bool) -> str:
