@@ -187,7 +187,7 @@ def test_a_damaged_policy_is_not_exported(finished_run, tmp_path):
     shutil.copytree(finished_run[1]["output_dir"], tmp_path / "run")
     weights = tmp_path / "run" / "policy" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"model\.safetensors is not a complete safetensors file"):
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a whole safetensors file"):
         export(ExportConfig(run=str(tmp_path / "run"), out=str(tmp_path / "out")))
     assert not (tmp_path / "out").exists()
 
