@@ -25,13 +25,21 @@ def test_a_family_says_how_its_checkpoints_speak_of_the_gripper():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("model", ["pi0", "pi05"])
+def test_pi0_plays_libero_with_the_seed_it_is_scored_with(model):
+    assert for_model(EnvConfig(name="libero_goal"), model).options == {"task_seed": "7"}
+    config = EnvConfig(name="libero_goal", options={"task_seed": "0"})
+    assert for_model(config, model) is config
+
+
 def test_what_the_user_says_stands():
     config = EnvConfig(name=NAME, options={"gripper": "env"})
     assert for_model(config, "openvla") is config
 
 
 def test_other_families_and_simulators_without_the_choice_are_left_alone():
-    for config, model in ((EnvConfig(name=NAME), "pi0"), (EnvConfig(name="tabletop"), "openvla")):
+    for name, model in ((NAME, "pi0"), ("tabletop", "pi05"), ("tabletop", "openvla")):
+        config = EnvConfig(name=name)
         assert for_model(config, model) is config
 
 
@@ -49,9 +57,9 @@ def test_cameras_that_the_user_names_stand():
 
 
 def test_liberos_wrist_is_drawn_for_policies_of_two_images_only():
-    one, two = (for_model(EnvConfig(name="libero_goal"), "pi0", num_images=n).options for n in (1, 2))
-    assert one == {"cameras": '["agentview"]'}
-    assert two == {}
+    one, two = (for_model(EnvConfig(name="libero_goal"), "openvla", num_images=n).options for n in (1, 2))
+    assert one == {"gripper": "openvla", "cameras": '["agentview"]'}
+    assert two == {"gripper": "openvla"}
 
 
 def test_every_family_that_wants_something_exists():

@@ -62,6 +62,14 @@ def test_the_users_egl_gives_way_to_osmesa_where_it_finds_no_device(machine):
         ([0], {"LOCAL_RANK": "2"}, None),  # one device for drawing in software, however many ranks
         ([0, 1], {}, None),
         ([0, 1], {"LOCAL_RANK": "1", "MUJOCO_EGL_DEVICE_ID": "0"}, "0"),
+        # Without a number robosuite would take these variables for one.
+        ([0, 1, 2, 3], {"CUDA_VISIBLE_DEVICES": "3"}, "3"),
+        ([0, 1, 2, 3], {"CUDA_VISIBLE_DEVICES": "2,3"}, "2"),
+        ([0], {"CUDA_VISIBLE_DEVICES": "3"}, "0"),
+        ([1, 2], {"CUDA_VISIBLE_DEVICES": ""}, "1"),
+        ([0, 1], {"CUDA_VISIBLE_DEVICES": "GPU-1f3a", "MUJOCO_EGL_DEVICE_ID": ""}, "0"),
+        ([0], {"CUDA_VISIBLE_DEVICES": "4,5", "LOCAL_RANK": "1"}, "0"),
+        ([1], {}, "1"),  # where device 0 cannot be used
     ],
 )
 def test_each_rank_draws_on_the_device_of_its_gpu_if_egl_has_it(machine, devices, environ, device):

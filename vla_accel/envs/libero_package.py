@@ -9,12 +9,14 @@ Usage: `tasks = load_suite("libero_spatial")`, `env_class, tasks[0].problem_file
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.util
 import io
 import json
 import logging
 import os
+import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +69,7 @@ def load_suite(suite: str) -> list[LiberoTask]:
     """
     prepare_graphics()
     _configure()
-    with _silence():
+    with _silence(), _without_gpus():
         from libero.libero import benchmark, get_libero_path
 
         book = benchmark.get_benchmark(suite)(task_order_index=0)
@@ -97,7 +99,8 @@ def build(problem_file: str, *, image_size: int, cameras: list[str], multisampli
     prepare_graphics()
     _configure()
     with _silence():
-        from libero.libero.envs import OffScreenRenderEnv
+        with _without_gpus():
+            from libero.libero.envs import OffScreenRenderEnv
 
         env = OffScreenRenderEnv(
             bddl_file_name=problem_file,
@@ -129,6 +132,7 @@ def _configure() -> None:
             "datasets": root.parent / "datasets", "assets": _find_meshes([root / "assets"]),
         }  # fmt: skip
         folder = Path(tempfile.mkdtemp(prefix="vla_accel_libero_"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
         # JSON is YAML, too.
         text = json.dumps({key: str(path) for key, path in paths.items()})
         (folder / "config.yaml").write_text(text, encoding="utf-8")
@@ -161,7 +165,21 @@ def _unpickle_nothing_but_arrays(file: str) -> np.ndarray:
     # Files written before NumPy 2 name the function by its old place.
     allowed.append((multiarray._reconstruct, "numpy.core.multiarray._reconstruct"))
     with torch.serialization.safe_globals(allowed):
-        return np.asarray(torch.load(file, weights_only=True))
+        states = torch.load(file, weights_only=True)
+    if not isinstance(states, np.ndarray):
+        raise RuntimeError(f"LIBERO's initial states are not an array: {file}")
+    return states
+
+
+@contextlib.contextmanager
+def _without_gpus() -> Any:
+    """For robosuite's import, which refuses a graphics device whose number is not among CUDA's."""
+    visible = os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    try:
+        yield
+    finally:
+        if visible is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
 
 @contextlib.contextmanager
