@@ -133,6 +133,31 @@ def test_weights_of_the_other_variant_are_refused(tmp_path):
         ({"max_state_dim": 7}, "observation.state.* must have at most 7 entries .* but has 8"),
         ({"max_action_dim": 6}, "action.* must have at most 6 entries .* but has 7"),
         ({"time_sampling_beta_beta": 2.0}, "time_sampling_beta_beta must be 1.0, but is 2.0"),
+        ({"chunk_size": 0}, "chunk_size must be a whole number of at least 1, but is 0"),
+        ({"chunk_size": "4"}, "chunk_size must be a whole number of at least 1, but is '4'"),
+        ({"chunk_size": True}, "chunk_size must be a whole number of at least 1, but is True"),
+        ({"n_action_steps": 51}, r"n_action_steps must be at most chunk_size \(10\), but is 51"),
+        ({"num_inference_steps": 0}, "num_inference_steps must be a whole number of at least 1, but is 0"),
+        ({"tokenizer_max_length": -1}, "tokenizer_max_length must be a whole number of at least 1, but is -1"),
+        ({"tokenizer_max_length": 0}, "tokenizer_max_length must be a whole number of at least 1, but is 0"),
+        ({"min_period": 0.0}, "min_period must be a number above 0, but is 0.0"),
+        ({"max_period": "4"}, "max_period must be a number above 0, but is '4'"),
+        ({"time_sampling_offset": -1}, "time_sampling_offset must be a number of at least 0, but is -1"),
+        ({"image_resolution": 56}, "image_resolution must be square, but is 56"),
+        ({"image_resolution": ["a", "a"]}, "image_size must be a whole number of at least 1, but is 'a'"),
+        ({"normalization_mapping": ["MEAN_STD"]}, "normalization_mapping must hold a table"),
+        ({"input_features": [1]}, "input_features must hold a table"),
+        ({"input_features": {"a": 1}}, r"input_features\['a'\] must hold a table"),
+        ({"input_features": {"a": {"shape": [3]}}}, r"input_features\['a'\]: type must be .* but is None"),
+        ({"input_features": {"a": {"type": "VISUAL"}}}, r"input_features\['a'\]: shape must be .* but is None"),
+        (
+            {"output_features": {"action": {"type": "ACTION", "shape": []}}},
+            r"output_features\['action'\]: shape must be a list of whole numbers of at least 1, but is \[\]",
+        ),
+        (
+            {"input_features": {"observation.state": {"type": "STATE", "shape": [8]}}},
+            "input_features must be a table with a camera .* but is .'observation.state'",
+        ),
     ],
 )
 def test_a_configuration_that_asks_for_something_else_is_refused(changes, message, tmp_path):
@@ -146,6 +171,30 @@ def test_stacks_must_agree_where_they_share_attention():
         Pi0Config(expert={"depth": 17})
     with pytest.raises(ValueError, match="expert knows width, depth.*given layers"):
         Pi0Config(expert={"layers": 17})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"vision": {"num_heads": 5}}, r"vision.width must be a multiple of vision.num_heads \(5\), but is 1152"),
+        ({"expert": {"width": 33}}, "expert.width must be even, but is 33"),
+        ({"vlm": {"mlp_dim": 0}}, "vlm.mlp_dim must be a whole number of at least 1, but is 0"),
+        ({"vision": [1]}, "vision must hold a table"),
+    ],
+)
+def test_sizes_that_no_model_can_have_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        Pi0Config(**sizes)
+
+
+def test_from_pretrained_takes_fields_and_refuses_unknown_ones(tmp_path):
+    folder(tmp_path)
+    config, rest = Pi0Config.from_pretrained(
+        tmp_path, chunk_size=2, trust_remote_code=False, return_unused_kwargs=True, **SIZES
+    )
+    assert (config.chunk_size, config.n_action_steps, config.vocab_size, rest) == (2, 2, SIZES["vocab_size"], {})
+    with pytest.raises(ValueError, match="Unknown option 'chunk' of a PI0 checkpoint"):
+        Pi0Config.from_pretrained(tmp_path, chunk=2)
 
 
 def test_chunks_longer_than_the_horizon_are_refused():
@@ -236,6 +285,27 @@ class TestOpenPi:
         with pytest.raises(ValueError, match="asset_id must be one of mine, other/one, but is 'trossen'"):
             read_config(path, asset_id="trossen")
         read_config(path, asset_id="other/one", **sizes("openpi"))
+
+    @pytest.mark.parametrize(
+        ("statistics", "message"),
+        [
+            ({}, "'state' in .*norm_stats.json must hold a table"),
+            ({"norm_stats": [1]}, r"norm_stats of .* must hold a table .* but holds \[1\]"),
+            ({"state": {"mean": [0.0]}}, "'actions' in .*norm_stats.json must hold a table"),
+            ({"state": {}, "actions": {"mean": [0.0]}}, "'state' in .*norm_stats.json has no statistics"),
+            ({"state": {"mean": 3}, "actions": {}}, "'mean' of 'state' in .* must be a list of numbers, but is 3"),
+            ({"state": {"mean": ["x"]}, "actions": {}}, "'mean' of 'state' in .* must be a list of numbers"),
+            (
+                {"state": {"mean": [0.0], "std": [1.0, 1.0]}, "actions": {"mean": [0.0], "std": [1.0]}},
+                "observation.state must have one length, but mean and std have 1 and 2",
+            ),
+        ],
+    )
+    def test_broken_statistics_are_refused(self, statistics, message, tmp_path):
+        path = self.folder(tmp_path, "pi0", "mine")
+        (path / "assets" / "mine" / "norm_stats.json").write_text(json.dumps(statistics))
+        with pytest.raises(ValueError, match=message):
+            peek_pi0(path, tokenizer=DATA / "policy" / "tokenizer", **sizes("openpi"))
 
 
 def test_saved_folder_loads_bit_for_bit(tmp_path):

@@ -37,7 +37,8 @@ KEPT = "prefix."
 def peek(model: str, config: Pi0PolicyConfig, suite: str | None) -> PolicySpec:  # noqa: ARG001 - one signature for all
     """See `policies.peek_policy`."""
     path = config.path or str(EMBEDDED / model)
-    vla = peek_vla(path, tokenizer=config.tokenizer, constant_dims=config.constant_dims)
+    options = {"tokenizer": config.tokenizer, "constant_dims": config.constant_dims}
+    vla = peek_vla(path, **options, need_statistics=True)
     _check_fits(model, config, path, vla)
     return PolicySpec(
         path=path,
@@ -60,6 +61,7 @@ def load(model: str, config: Pi0PolicyConfig, suite: str | None) -> Pi0Policy:  
         expert_dtype=torch.float32,  # small steps of a learning rate vanish in bfloat16
         tokenizer=config.tokenizer,
         constant_dims=config.constant_dims,
+        need_statistics=True,
     )
     _check_fits(model, config, path, vla.config)
     if config.freeze_vlm:
@@ -161,11 +163,7 @@ class Pi0Policy(Policy):
     ):
         super().__init__()
         config = model.config
-        if processor.action_scaler is None or processor.state_scaler is None:
-            raise ValueError(
-                "The checkpoint has no statistics of state and actions, so its actions have no units. Choose one that "
-                "was trained on a robot; a base model must be fine-tuned first."
-            )
+        processor.check_statistics()
         self.chunk_size, self.action_dim = config.chunk_size, config.action_dim
         self.num_steps, self.kind, self.every_step = num_steps, KIND_OF[noise], every_step
         self.noise_level = DEFAULT_LEVEL[noise] if noise_level is None else noise_level

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
+
+from vla_accel.models.reading import table
 
 VARIANTS = ("pi0", "pi05")
 SIDE_FILE = "vla_accel.json"
@@ -70,8 +73,26 @@ _SHARED = (
     "tokenizer_max_length",
     "normalization_mapping",
 )
+# Which of the fields are counts, and which are other numbers above 0.
+_COUNTS = (
+    "vocab_size",
+    "image_size",
+    "chunk_size",
+    "n_action_steps",
+    "max_state_dim",
+    "max_action_dim",
+    "num_inference_steps",
+    "tokenizer_max_length",
+)
+_ABOVE_0 = ("time_sampling_beta_alpha", "time_sampling_scale", "min_period", "max_period")
 # What only the side file can say.
 _OWN = ("vision", "vlm", "expert", "vocab_size", "image_resize", "clean_prompt", "state_in_prompt", "norm_rule")
+
+# What the Auto classes of transformers pass on that says nothing about the model.
+_OF_DOWNLOADS = (
+    *("cache_dir", "force_download", "local_files_only", "proxies", "token", "revision", "subfolder"),
+    *("trust_remote_code", "code_revision", "adapter_kwargs", "name_or_path", "_from_auto", "_commit_hash"),
+)
 
 
 class Pi0Config(PreTrainedConfig):
@@ -168,8 +189,8 @@ class Pi0Config(PreTrainedConfig):
         self.max_state_dim = max_state_dim
         self.max_action_dim = max_action_dim
         self.num_inference_steps = num_inference_steps
-        self.input_features = copy.deepcopy(input_features) if input_features else self._default_inputs()
-        self.output_features = copy.deepcopy(output_features) if output_features else {}
+        self.input_features = copy.deepcopy(table(input_features or self._default_inputs(), "input_features"))
+        self.output_features = copy.deepcopy(table(output_features or {}, "output_features"))
         self.input_features.setdefault(STATE_KEY, {"type": "STATE", "shape": [max_state_dim]})
         self.output_features.setdefault(ACTION_KEY, {"type": "ACTION", "shape": [max_action_dim]})
         self.time_sampling_beta_alpha = time_sampling_beta_alpha
@@ -178,8 +199,10 @@ class Pi0Config(PreTrainedConfig):
         self.time_sampling_offset = time_sampling_offset
         self.min_period = min_period
         self.max_period = max_period
-        self.tokenizer_max_length = tokenizer_max_length or (200 if variant == "pi05" else 48)
-        self.normalization_mapping = dict(normalization_mapping or {"STATE": mode, "ACTION": mode})
+        longest = 200 if variant == "pi05" else 48
+        self.tokenizer_max_length = longest if tokenizer_max_length is None else tokenizer_max_length
+        mapping = table(normalization_mapping or {"STATE": mode, "ACTION": mode}, "normalization_mapping")
+        self.normalization_mapping = dict(mapping)
         self.precision = precision
         self.image_resize = image_resize
         self.clean_prompt = clean_prompt
@@ -197,6 +220,8 @@ class Pi0Config(PreTrainedConfig):
         _one_of("precision", self.precision, ("float32", "bfloat16"))
         _one_of("image_resize", self.image_resize, ("bilinear", "antialias"))
         _one_of("norm_rule", self.norm_rule, ("lerobot", "openpi"))
+        self._check_numbers()
+        self._check_features()
         for kind, mode in self.normalization_mapping.items():
             _one_of(f"normalization_mapping[{kind!r}]", mode, MODES)
         if self.normalization_mapping.get("VISUAL", "IDENTITY") != "IDENTITY":
@@ -210,11 +235,18 @@ class Pi0Config(PreTrainedConfig):
                     f"vlm.{name} and expert.{name} must be equal, because the two stacks share their attention, "
                     f"but are {self.vlm[name]} and {self.expert[name]}."
                 )
-        if self.image_size % self.vision["patch_size"]:
-            raise ValueError(
-                f"image_size must be a multiple of vision.patch_size ({self.vision['patch_size']}), "
-                f"but is {self.image_size}."
-            )
+        vision, vlm, expert = self.vision, self.vlm, self.expert
+        for name, value, divisor, of in (
+            ("image_size", self.image_size, vision["patch_size"], "vision.patch_size"),
+            ("vision.width", vision["width"], vision["num_heads"], "vision.num_heads"),
+            ("vlm.num_heads", vlm["num_heads"], vlm["num_kv_heads"], "vlm.num_kv_heads"),
+            ("vlm.head_dim", vlm["head_dim"], 2, ""),
+            ("expert.width", expert["width"], 2, ""),
+        ):
+            rule = f"a multiple of {of} ({divisor})" if of else "even"
+            _need(value % divisor == 0, name, rule, value)
+        steps, chunk = self.n_action_steps, self.chunk_size
+        _need(steps <= chunk, "n_action_steps", f"at most chunk_size ({chunk})", steps)
         if self.time_sampling_beta_beta != 1.0:
             raise ValueError(f"time_sampling_beta_beta must be 1.0, but is {self.time_sampling_beta_beta!r}.")
         for name, dim, limit in (
@@ -223,6 +255,28 @@ class Pi0Config(PreTrainedConfig):
         ):
             if dim > limit:
                 raise ValueError(f"{name} must have at most {limit} entries (the padded width), but has {dim}.")
+
+    def _check_numbers(self) -> None:
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        for part in ("vision", "vlm", "expert"):
+            counts |= {f"{part}.{name}": value for name, value in getattr(self, part).items()}
+        for name, value in counts.items():
+            _need(_is_count(value), name, "a whole number of at least 1", value)
+        for name in _ABOVE_0:
+            value = getattr(self, name)
+            _need(_is_number(value) and value > 0, name, "a number above 0", value)
+        offset = self.time_sampling_offset
+        _need(_is_number(offset) and offset >= 0, "time_sampling_offset", "a number of at least 0", offset)
+
+    def _check_features(self) -> None:
+        for group in ("input_features", "output_features"):
+            for key, feature in getattr(self, group).items():
+                name = f"{group}[{key!r}]"
+                kind, shape = (table(feature, name).get(entry) for entry in ("type", "shape"))
+                _need(isinstance(kind, str), f"{name}: type", "VISUAL, STATE or ACTION", kind)
+                fits = isinstance(shape, (list, tuple)) and len(shape) > 0 and all(map(_is_count, shape))
+                _need(fits, f"{name}: shape", "a list of whole numbers of at least 1", shape)
+        _need(self.cameras, "input_features", "a table with a camera (type VISUAL)", list(self.input_features))
 
     @property
     def cameras(self) -> list[str]:
@@ -264,12 +318,12 @@ class Pi0Config(PreTrainedConfig):
                 "are not supported."
             )
         values = {name: raw.pop(name) for name in _SHARED if raw.get(name) is not None}
-        height, width = raw.pop("image_resolution", None) or (224, 224)
-        if height != width:
-            raise ValueError(f"config.json: image_resolution must be square, but is {[height, width]}.")
+        sides = raw.pop("image_resolution", None) or [224, 224]
+        if not isinstance(sides, (list, tuple)) or len(sides) != 2 or sides[0] != sides[1]:
+            raise ValueError(f"config.json: image_resolution must be square, but is {sides!r}.")
         return cls(
             variant=variant,
-            image_size=height,
+            image_size=sides[0],
             precision=raw.pop("dtype", None) or "float32",
             input_features=raw.pop("input_features", None),
             output_features=raw.pop("output_features", None),
@@ -314,12 +368,19 @@ class Pi0Config(PreTrainedConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> Pi0Config:
-        """Read the configuration of a LeRobot folder (or of a side file itself); see `loading.read_config`."""
+        """Read the configuration of a LeRobot folder (or of a side file itself); see `loading.read_config`.
+
+        Args:
+            pretrained_model_name_or_path: the folder or the file.
+            **kwargs: arguments of `loading.read_config`; what the Auto classes pass on about downloads is ignored.
+        """
         path = Path(pretrained_model_name_or_path)
         if path.is_dir() and (path / "config.json").is_file():
             from vla_accel.models.pi0.loading import read_config
 
-            return read_config(path)
+            with_unused = kwargs.pop("return_unused_kwargs", False)
+            config = read_config(path, **{name: value for name, value in kwargs.items() if name not in _OF_DOWNLOADS})
+            return (config, {}) if with_unused else config
         return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
 
     def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any) -> None:  # noqa: ARG002, FBT001, FBT002
@@ -332,13 +393,26 @@ class Pi0Config(PreTrainedConfig):
         (folder / SIDE_FILE).write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n")
 
 
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _need(ok: object, name: str, rule: str, value: object) -> None:
+    if not ok:
+        raise ValueError(f"{name} must be {rule}, but is {value!r}.")
+
+
 def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, but is {value!r}.")
 
 
 def _sizes(base: Any, changes: dict[str, int] | None, name: str) -> Any:
-    unknown = set(changes or {}) - set(asdict(base))
+    unknown = set(table(changes or {}, name)) - set(asdict(base))
     if unknown:
         raise ValueError(f"{name} knows {', '.join(asdict(base))}, but was given {', '.join(sorted(unknown))}.")
     return type(base)(**{**asdict(base), **(changes or {})})

@@ -79,6 +79,8 @@ def read_pipelines(folder: Path) -> Pipelines:
                     )
             elif kind == "normalizer_processor":
                 record.eps = options.get("eps", 1e-8)
+                if type(record.eps) not in (int, float) or not record.eps >= 0:
+                    raise ValueError(f"eps in {where} must be a number of at least 0, but is {record.eps!r}.")
                 record.norm_map = dict(table(options.get("norm_map") or {}, f"norm_map in {where}"))
                 only = options.get("normalize_observation_keys")
                 if only is not None and STATE_KEY not in only:
@@ -103,7 +105,7 @@ def _read_steps(path: Path) -> list[dict[str, Any]]:
     for step in steps:
         kind = table(step, f"A step of {path}").get("registry_name")
         step["config"] = table(step.get("config") or {}, f"config of {kind} in {path}")
-        if kind not in _KNOWN_STEPS:
+        if kind not in tuple(_KNOWN_STEPS):
             raise ValueError(f"{path.name}: the processing step {kind!r} is not supported.")
         if kind in ("relative_actions_processor", "absolute_actions_processor") and step["config"].get("enabled"):
             raise ValueError(

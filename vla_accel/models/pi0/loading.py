@@ -61,7 +61,7 @@ def load_pi0(
             as its configuration for that data set.
         constant_dims: `"error"`, `"unit"` or `"exact"`, for dimensions that never moved in the data.
         need_statistics: refuse a checkpoint without statistics, as base models are.
-        **overrides: fields of `Pi0Config`. A shorter `chunk_size` also shortens `n_action_steps`.
+        **overrides: fields of `Pi0Config`. `chunk_size` also sets `n_action_steps`.
 
     Returns:
         The model, in eval mode, and its processor.

@@ -22,6 +22,7 @@ from vla_accel.models.pi0.files import Pipelines, Statistics, find_norm_stats, r
 from vla_accel.models.pi0.files import write_pipelines as _write_pipelines
 from vla_accel.models.pi0.images import channels_first, resize_with_pad, to_float, to_model
 from vla_accel.models.pi0.normalization import Scaler
+from vla_accel.models.reading import read_tokenizer
 
 IMAGE_KEY = "image."
 
@@ -69,6 +70,14 @@ class Pi0Processor:
                 f"The statistics of {key} have {scaler.dim} entries, but the checkpoint's feature has {dim}."
             )
         return scaler
+
+    def check_statistics(self) -> None:
+        """Raise a `ValueError` unless states and actions can be scaled."""
+        if self.action_scaler is None or self.state_scaler is None:
+            raise ValueError(
+                "The checkpoint has no statistics of state and actions, so its actions have no units. Choose one that "
+                "was trained on a robot; a base model must be fine-tuned first."
+            )
 
     @property
     def statistics(self) -> Statistics:
@@ -249,7 +258,7 @@ def load_tokenizer(folder: Path, tokenizer: Any, name: str) -> Any:
     The network is only asked for a hub name that the caller gave.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none that can be read.
     """
     from transformers import AutoTokenizer
 
@@ -257,13 +266,20 @@ def load_tokenizer(folder: Path, tokenizer: Any, name: str) -> Any:
         return tokenizer
     for candidate in (folder / "tokenizer", folder) if tokenizer is None else (Path(tokenizer),):
         if any((candidate / file).is_file() for file in ("tokenizer.json", "tokenizer.model")):
-            return AutoTokenizer.from_pretrained(candidate, local_files_only=True, trust_remote_code=False)
+            return read_tokenizer(AutoTokenizer, candidate)
     if tokenizer is not None and not Path(tokenizer).exists() and str(tokenizer).count("/") == 1:
-        return AutoTokenizer.from_pretrained(str(tokenizer), trust_remote_code=False)
+        try:
+            return AutoTokenizer.from_pretrained(str(tokenizer), trust_remote_code=False)
+        except Exception as error:  # the hub's clients raise many kinds
+            raise ValueError(
+                "--policy.tokenizer (tokenizer=) must be a folder with a tokenizer or a hub name that can be loaded, "
+                f"but is {str(tokenizer)!r} ({type(error).__name__}). Download it and give its folder."
+            ) from error
     where = "tokenizer/" if tokenizer is None else repr(str(tokenizer))
     raise ValueError(
         f"The checkpoint {folder.name} needs a tokenizer ({name}), but there is no tokenizer.json or tokenizer.model "
-        f"in {where}. Copy it into a tokenizer/ folder beside the weights or pass tokenizer=<folder or hub name>."
+        f"in {where}. Copy it into a tokenizer/ folder beside the weights or pass tokenizer=<folder or hub name> "
+        "(--policy.tokenizer)."
     )
 
 
