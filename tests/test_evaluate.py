@@ -137,6 +137,13 @@ def test_evaluating_leaves_the_noise_of_rollouts_alone(accelerator, make_policy)
     assert all(torch.equal(stream.get_state(), x) for stream, x in zip(policy.streams, before, strict=True))
 
 
+@pytest.mark.dist
+@pytest.mark.parametrize("num_envs", [1, 8])
+def test_worker_processes_give_the_same_result_as_one_process(accelerator, num_envs):
+    result = run(accelerator, num_envs=num_envs, vectorization="async", max_episode_steps=5)
+    assert result == run(accelerator, max_episode_steps=5)
+
+
 @pytest.mark.parametrize("model", ["openvla", "openvla-oft"])
 def test_a_vision_language_action_policy_is_evaluated_alike_on_any_number_of_environments(
     accelerator, make_policy, model
@@ -151,12 +158,13 @@ def test_a_vision_language_action_policy_is_evaluated_alike_on_any_number_of_env
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def episode(task_id, *, success, steps=5, success_at_end=None):
+def episode(task_id, *, success, steps=5, success_at_end=None, success_step=None):
     at_end = success if success_at_end is None else success_at_end
     job = Job(task_id=task_id, state_id=steps, seed=1)
     return Episode(
-        job=job, success=success, success_at_end=at_end, steps=steps, total_reward=float(success), truncated=not success
-    )
+        job=job, success=success, success_at_end=at_end, steps=steps, total_reward=float(success),
+        truncated=not success, success_step=(success_step or steps) if success else None,
+    )  # fmt: skip
 
 
 REPORT = Evaluation(
@@ -179,6 +187,13 @@ def test_the_report_counts_over_all_and_per_task():
     assert report["tasks"]["reach the red block"]["success"] == 2 / 3
     assert report["tasks"]["push it"]["median_steps_to_success"] is None
     assert [(e["state_id"], e["success"]) for e in report["episodes"]] == [(4, 1), (8, 1), (16, 0), (16, 0)]
+
+
+def test_the_median_is_of_the_first_success_where_it_does_not_end_the_episode():
+    episodes = [episode(0, success=True, steps=300, success_step=step) for step in (20, 30, 70)]
+    report = dataclasses.replace(REPORT, episodes=episodes).to_dict()
+    assert report["median_steps_to_success"] == 30
+    assert [(e["steps"], e["success_step"]) for e in report["episodes"]] == [(300, 20), (300, 30), (300, 70)]
 
 
 def test_the_table_has_a_row_per_task_and_one_for_all():

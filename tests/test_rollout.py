@@ -75,9 +75,19 @@ def test_advantages_of_an_episode_that_ends_within_a_chunk():
 def test_collect_records_the_episodes_that_ended():
     (rollout,), _ = collect_counting(6)
     assert rollout.episodes == [
-        Episode(job=SECOND[0], success=True, success_at_end=True, steps=4, total_reward=10.0, truncated=False),
+        Episode(
+            job=SECOND[0],
+            success=True,
+            success_at_end=True,
+            steps=4,
+            success_step=4,
+            total_reward=10.0,
+            truncated=False,
+        ),
         Episode(job=FIRST[0], success=False, success_at_end=False, steps=5, total_reward=15.0, truncated=True),
-        Episode(job=FIRST[1], success=True, success_at_end=True, steps=3, total_reward=6.0, truncated=False),
+        Episode(
+            job=FIRST[1], success=True, success_at_end=True, steps=3, success_step=3, total_reward=6.0, truncated=False
+        ),
         Episode(job=SECOND[1], success=False, success_at_end=False, steps=5, total_reward=15.0, truncated=True),
     ]
 

@@ -62,13 +62,14 @@ class Evaluation:
         """Success, interval and steps of some of the episodes (None: of all)."""
         chosen = self.episodes if episodes is None else episodes
         solved = [e for e in chosen if e.success]
+        steps = [e.success_step for e in solved if e.success_step is not None]
         low, high = wilson_interval(len(solved), len(chosen))
         return {
             "success": len(solved) / max(len(chosen), 1),
             "n": len(chosen),
             "interval_95": [low, high],
             "success_at_end": sum(e.success_at_end for e in chosen) / max(len(chosen), 1),
-            "median_steps_to_success": median(e.steps for e in solved) if solved else None,
+            "median_steps_to_success": median(steps) if steps else None,
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -93,6 +94,7 @@ class Evaluation:
                     "seed": e.job.seed,
                     "success": e.success,
                     "success_at_end": e.success_at_end,
+                    "success_step": e.success_step,
                     "steps": e.steps,
                 }
                 for e in self.episodes

@@ -134,6 +134,7 @@ class Episode:
         steps: executed environment steps.
         total_reward: undiscounted sum of rewards.
         truncated: True when the time limit ended it, False when the task did.
+        success_step: environment steps until the task was first solved; None where it never was.
     """
 
     job: Job
@@ -142,6 +143,7 @@ class Episode:
     steps: int
     total_reward: float
     truncated: bool
+    success_step: int | None = None
 
 
 @dataclass(kw_only=True)

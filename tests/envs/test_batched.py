@@ -1,5 +1,6 @@
 """One simulator of many environments does what many simulators of one do, told by one that counts."""
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -7,6 +8,7 @@ from helpers.counting_env import CountingEnv
 from helpers.policies import CountingPolicy
 
 from vla_accel.envs import check_env, make_vector_env, read_idle, read_step
+from vla_accel.envs.batched import Batched
 from vla_accel.rollout import collect, start
 from vla_accel.types import Job
 
@@ -93,6 +95,7 @@ def test_one_simulator_for_all_tells_what_one_for_each_does(num_groups):
     episodes = [record for step in expected[1:] for _, record in step[2]]
     assert len(episodes) == sum(map(len, JOBS))
     assert {episode.truncated for episode in episodes} == {True, False}
+    assert {episode.success_step for episode in episodes} == {None, 1, 2, 3, 4, 5}
 
 
 def test_it_looks_only_where_an_episode_ends_and_after_the_chunk():
@@ -145,6 +148,23 @@ def course_from(envs):
         obs, reward, *_, infos = envs.step(np.zeros((4, 3, 2), np.float32))
         told.append((plain(obs), reward.tolist(), read_step(infos, 4).episodes))
     return told
+
+
+def test_cameras_stay_in_the_order_of_the_simulator():
+    class Wide(Together):
+        def observe(self):
+            shown = super().observe()
+            return shown | {"images": {name: shown["images"]["top"].copy() for name in ("wrist", "front")}}
+
+    space = CountingEnv().observation_space
+    images = gym.spaces.Dict([(name, space["images"]["top"]) for name in ("wrist", "front")])
+    env = CountingEnv()
+    env.observation_space = gym.spaces.Dict(images=images, state=space["state"], task_id=space["task_id"])
+    envs = Batched(Wide(4), JOBS, env, chunk_size=3, max_episode_steps=5)
+    obs, _ = envs.reset()
+    final = read_step(envs.step(np.zeros((4, 3, 2), np.float32))[4], 4).final_obs
+    assert list(obs["images"]) == list(envs.single_observation_space["images"]) == ["wrist", "front"]
+    assert list(final[0][1]["images"]) == ["wrist", "front"]
 
 
 def test_what_does_not_fit_is_refused():

@@ -34,7 +34,7 @@ class Good(gym.Env):
         return {"images": {"eye": image}, "state": self.state.copy(), "task_id": np.int64(self.task_id)}
 
     def step(self, action):
-        self.state += action
+        self.state += np.clip(action, -1, 1)
         return self.observe(), 0.0, False, False, {"success": False}
 
 
@@ -71,6 +71,7 @@ ATTRIBUTES = [
     ("max_episode_steps", 0, "max_episode_steps must be an int of at least 1"),
     ("vectorization", "thread", "vectorization must be 'sync', 'async' or 'batched'"),
     ("set_rendering", print, "set_rendering needs render_observation"),
+    ("slow_task_change", "yes", "slow_task_change must be a bool"),
 ]
 
 
@@ -155,6 +156,93 @@ def test_a_broken_method_is_reported(name, method, message):
     broken = type("Broken", (Good,), {name: method})
     with pytest.raises(ValueError, match=message):
         check_env(broken())
+
+
+class Cameras(Good):
+    """Keeps the rules about cameras and films, too."""
+
+    render_mode, on = "rgb_array", True
+
+    def set_rendering(self, on):
+        self.on = on
+
+    def render_observation(self):
+        return self.draw()
+
+    def draw(self):
+        return Good.observe(self) | {"images": {"eye": np.full((4, 4, 3), int(10 * self.state[0]) % 256, np.uint8)}}
+
+    def observe(self):
+        return self.draw() if self.on else Good.observe(self)
+
+    def render(self):
+        return np.zeros((6, 8, 3), np.uint8)
+
+
+def test_switched_cameras_and_films_pass():
+    check_env(Cameras())
+
+
+def sleeps_while_dark(self, action):
+    return Good.step(self, action if self.on else 0 * action)
+
+
+def breaks_the_camera(self, on):
+    self.on, self.draw = on, lambda: Good.observe(self)
+
+
+DRAWING = [
+    ("render", lambda _: None, r"render must return a uint8 array \[H, W, 3\] .* got NoneType"),
+    ("render", lambda _: np.zeros((6, 8)), r"render must return .* got float64 \[6, 8\]"),
+    ("render", gym.Env.render, "pictures must work .* got NotImplementedError"),
+    ("render_observation", Good.observe, "render_observation must show what the step before it returned"),
+    ("step", sleeps_while_dark, "set_rendering must change nothing but images"),
+    ("set_rendering", breaks_the_camera, "render_observation must show the same after steps with cameras off"),
+]
+
+
+@pytest.mark.parametrize(("name", "method", "message"), DRAWING)
+def test_a_broken_picture_is_reported(name, method, message):
+    with pytest.raises(ValueError, match=message):
+        check_env(type("Broken", (Cameras,), {name: method})())
+
+
+def test_actions_out_of_bounds_must_be_clipped():
+    def step(self, action):
+        self.state += action
+        return self.observe(), 0.0, False, False, {"success": False}
+
+    with pytest.raises(ValueError, match="actions outside action_space must do what those at its bounds do"):
+        check_env(type("Broken", (Good,), {"step": step})())
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_every_task_is_tried_unless_another_one_takes_long(slow):
+    tried = []
+
+    def reset(self, *, seed=None, options=None):
+        tried.append(options["task_id"])
+        return Good.reset(self, seed=seed, options=options)
+
+    changes = {"instructions": ["a", "b", "c"], "observation_space": space(task_id=gym.spaces.Discrete(3))}
+    check_env(type("Three", (Good,), {**changes, "reset": reset, "slow_task_change": slow})())
+    assert set(tried) == ({0, 2} if slow else {0, 1, 2})
+
+
+def test_cameras_in_another_order_than_the_space_are_reported():
+    """Gymnasium sorts a mapping by name."""
+    picture = gym.spaces.Box(0, 255, (4, 4, 3), np.uint8)
+
+    def observe(self):
+        return Good.observe(self) | {"images": {name: np.zeros((4, 4, 3), np.uint8) for name in ("wrist", "front")}}
+
+    for cameras in ({"wrist": picture, "front": picture}, [("wrist", picture), ("front", picture)]):
+        env = type("Two", (Good,), {"observation_space": space(images=cameras), "observe": observe})()
+        if isinstance(cameras, list):
+            check_env(env)
+        else:
+            with pytest.raises(ValueError, match=r"in the order of its space, \['front', 'wrist'\], got \['wrist'"):
+                check_env(env)
 
 
 def test_all_broken_rules_are_reported_at_once_each_on_its_line():

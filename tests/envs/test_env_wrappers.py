@@ -83,7 +83,7 @@ def test_a_chunk_equals_its_steps_one_by_one():
     assert reward == 1.5
     np.testing.assert_array_equal(obs["state"], one.observe()["state"])
     assert (terminated, truncated) == (False, False)
-    assert info == {"success": False, "executed": 3, "success_at_end": False}
+    assert info == {"success": False, "executed": 3, "success_step": None, "success_at_end": False}
 
 
 def test_a_chunk_stops_where_the_episode_ends():
@@ -108,7 +108,7 @@ def test_success_in_the_middle_of_a_chunk_is_remembered_when_it_does_not_last():
     env = ActionChunk(Walk(goal=2.0, ends=False), 3)
     env.reset()
     info = env.step(chunk(2.0, -1.0, 0.0))[4]
-    assert (info["success"], info["success_at_end"]) == (True, False)
+    assert (info["success"], info["success_step"], info["success_at_end"]) == (True, 1, False)
 
 
 @pytest.mark.parametrize(("actions", "shown"), [((1, 0, 1, 0), 2), ((1, 2, 0, 0), 3)])
@@ -157,8 +157,9 @@ def test_queue_reports_the_whole_episode_at_its_end():
     _, reward, terminated, truncated, info = env.step(chunk(1.5, 0.0))
     assert (reward, terminated, truncated) == (3.0, True, False)
     assert info["episode"] == Episode(
-        job=jobs(1)[0], success=True, success_at_end=True, steps=3, total_reward=1.0 + 1.5 + 3.0, truncated=False
-    )
+        job=jobs(1)[0], success=True, success_at_end=True, steps=3, total_reward=1.0 + 1.5 + 3.0, truncated=False,
+        success_step=3,
+    )  # fmt: skip
 
 
 def test_queue_starts_each_episode_with_fresh_counters():
@@ -178,6 +179,18 @@ def test_queue_tells_success_at_any_step_from_success_at_the_end():
         *_, info = env.step(chunk(action))
     episode = info["episode"]
     assert (episode.success, episode.success_at_end, episode.truncated, episode.steps) == (True, False, True, 3)
+
+
+@pytest.mark.parametrize(("chunk_size", "actions"), [(1, (1, 0, 1, -1, 1, 0)), (4, (1, 0, 1, -1, 1, 0)), (3, (0,) * 6)])
+def test_queue_tells_the_step_of_the_first_success_where_it_does_not_end_the_episode(chunk_size, actions):
+    env = EpisodeQueue(ActionChunk(gym.wrappers.TimeLimit(Walk(goal=2.0, ends=False), 6), chunk_size), jobs(2))
+    for played in (actions, (0,) * 6):
+        env.reset()
+        padded = np.array([*played, 0, 0], np.float32)
+        for begin in range(0, 6, chunk_size):
+            *_, info = env.step(padded[begin : begin + chunk_size, None])
+        assert info["episode"].steps == 6
+        assert info["episode"].success_step == (3 if any(played) else None)
 
 
 def test_an_end_by_the_task_at_the_time_limit_is_no_truncation():

@@ -62,6 +62,22 @@ class Bare(Plain):
 
 gym.register("tests/Plain-v0", f"{__name__}:Plain", max_episode_steps=40)
 gym.register("tests/Bare-v0", f"{__name__}:Bare")
+
+
+class Pixels(Plain):
+    """Observes a picture and nothing else, bare or in a Dict."""
+
+    def __init__(self, render_mode=None, bare=True):
+        super().__init__(render_mode)
+        self.bare, picture = bare, self.observation_space["pixels"]
+        self.observation_space = picture if bare else gym.spaces.Dict(pixels=picture)
+
+    def _observe(self):
+        pixels = np.full((10, 20, 3), self.place[0] // 4, np.uint8)
+        return pixels if self.bare else {"pixels": pixels}
+
+
+gym.register("tests/Pixels-v0", f"{__name__}:Pixels", max_episode_steps=40)
 gym.register("tests/Discrete-v0", "gymnasium.envs.classic_control.cartpole:CartPoleEnv")
 
 
@@ -87,6 +103,29 @@ def test_a_vector_is_the_state_and_an_environment_without_a_limit_says_so():
 def test_the_picture_comes_from_render_or_from_its_key():
     assert begin(image_size=20)[1]["images"]["main"][10, 10].tolist() == [7, 7, 7]
     assert begin(image_size=20, image_key="pixels")[1]["images"]["main"][10, 10].tolist() == [9, 9, 9]
+
+
+@pytest.mark.parametrize("options", [{}, {"make": {"bare": False}, "image_key": "pixels"}])
+def test_an_environment_that_observes_only_a_picture_shows_it_and_has_a_state_of_one_zero(options):
+    check_env(make_env("gym:tests/Pixels-v0", **options))
+    env, _ = begin("gym:tests/Pixels-v0", image_size=20, **options)
+    obs = env.step(np.array([80.0, 0.0], np.float32))[0]
+    assert obs["images"]["main"][10, 10].tolist() == [20, 20, 20]
+    assert obs["state"].tolist() == [0.0]
+
+
+def test_states_are_seeds_and_those_out_of_range_are_refused():
+    env, obs = begin("gym:tests/Bare-v0")
+    drawn, again, other = (env.reset(seed=seed)[0]["state"].tolist() for seed in (1, 1, 2))
+    assert drawn == again != other
+    for options, message in (
+        ({"state_id": 1_000_000}, r"state_id must lie in \[0, 1000000\), got 1000000"),
+        ({"state_id": -1}, r"state_id must lie in \[0, 1000000\), got -1"),
+        ({"task_id": 1}, r"task_id must lie in \[0, 1\), got 1"),
+        ({"level": 1}, r"reset options must be task_id and state_id only, got \['level'\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            env.reset(options=options)
 
 
 def test_a_picture_that_is_not_square_gets_borders_and_is_not_stretched():
@@ -140,9 +179,21 @@ def test_arguments_reach_the_environment_and_the_instruction_is_told():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("gym:tests/Plain-v0", {"image_size": 8}, "image_size must be at least 16, got 8"),
+        ("gym:tests/Plain-v0", {"image_size": 8}, "image_size must be a whole number of at least 16, got 8"),
         ("gym:tests/Plain-v0", {"image_key": "image"}, r"image_key must be one of .*'pixels'.*, got 'image'"),
         ("gym:tests/Plain-v0", {"state_key": "pixels"}, r"state_key must be one or more of \['goal', 'place'\]"),
+        ("gym:tests/Plain-v0", {"image_size": "big"}, "image_size must be a whole number of at least 16, got 'big'"),
+        ("gym:tests/Plain-v0", {"instruction": 3}, "instruction must be a text, got 3"),
+        ("gym:tests/Plain-v0", {"image_key": ["pixels"]}, r"image_key must be a text, got \['pixels'\]"),
+        ("gym:tests/Plain-v0", {"success_key": True}, "success_key must be a text, got True"),
+        ("gym:tests/Plain-v0", {"state_key": 3}, "state_key must be a key or a list of keys, got 3"),
+        ("gym:tests/Plain-v0", {"state_key": [["goal"]]}, "state_key must be a key or a list of keys"),
+        ("gym:tests/Plain-v0", {"success_ends": "no"}, "success_ends must be true or false, got 'no'"),
+        ("gym:tests/Plain-v0", {"scale_actions": 1}, "scale_actions must be true or false, got 1"),
+        ("gym:tests/Plain-v0", {"make": "goal"}, "make must be an object of arguments, got 'goal'"),
+        ("gym:tests/Plain-v0", {"make": {"gaol": 5.0}}, "gym:tests/Plain-v0 cannot be made: .*'gaol'"),
+        ("gym:no_such_package:Nothing-v0", {}, "gym:no_such_package:Nothing-v0 cannot be made: .*no_such_package"),
+        ("gym:tests/Pixels-v0", {"state_key": "place"}, "need a Dict observation"),
         ("gym:tests/Bare-v0", {"image_key": "pixels"}, "need a Dict observation"),
         ("gym:tests/Discrete-v0", {}, r"must have a Box action space of shape \[A\]"),
         ("gym:tests/Nothing-v0", {}, "gym:tests/Nothing-v0 cannot be made"),

@@ -50,6 +50,11 @@ def test_options_shape_the_spaces_without_the_simulator():
     assert make_env("metaworld:mt10", max_episode_steps=100).max_episode_steps == 100
 
 
+def test_tasks_that_cannot_all_be_kept_change_slowly():
+    assert not make_env("metaworld:hard,reach").slow_task_change
+    assert make_env("metaworld:mt10").slow_task_change
+
+
 def test_a_file_replaces_some_of_the_instructions(tmp_path):
     file = tmp_path / "words.json"
     file.write_text(json.dumps({"reach-v3": "Reach a goal position"}))
@@ -58,6 +63,9 @@ def test_a_file_replaces_some_of_the_instructions(tmp_path):
     ]  # fmt: skip
     file.write_text(json.dumps({"reach": "no such task"}))
     with pytest.raises(ValueError, match="instructions_file must name tasks of Meta-World only, got \\['reach'\\]"):
+        make_env("metaworld:reach", instructions_file=str(file))
+    file.write_text("{not JSON")
+    with pytest.raises(ValueError, match="instructions_file must be a JSON file that can be read, got '.*words.json'"):
         make_env("metaworld:reach", instructions_file=str(file))
     file.write_text(json.dumps(["reach"]))
     with pytest.raises(ValueError, match="instructions_file must hold an object"):
@@ -68,7 +76,9 @@ def test_a_file_replaces_some_of_the_instructions(tmp_path):
     ("option", "value"),
     [
         ("cameras", ["corner9"]), ("cameras", []), ("image_size", 8), ("quality", "best"), ("action_dim", 5),
-        ("reward", "shaped"), ("max_episode_steps", 0),
+        ("reward", "shaped"), ("max_episode_steps", 0), ("cameras", 3), ("image_size", "big"), ("quality", ["fast"]),
+        ("action_dim", "four"), ("action_dim", 4.0), ("max_episode_steps", "long"), ("reward", None),
+        ("instructions_file", 3), ("instructions_file", "no/such/file.json"), ("instructions_file", "."),
     ],
 )  # fmt: skip
 def test_a_bad_option_is_refused_by_name(option, value):

@@ -261,6 +261,15 @@ def test_render_returns_a_video_frame_whatever_the_cameras():
         ({"reach_radius": 0.2}, "reach_radius must lie in"),
         ({"start_jitter": -0.1}, "start_jitter must lie in"),
         ({"max_episode_steps": 0}, "max_episode_steps must lie in"),
+        ({"tasks": 3}, "tasks must be one or more of reach, push, pick, each at most once, got 3"),
+        ({"colors": {"red": 1}}, "colors must be one or more of"),
+        ({"cameras": [["wrist"]]}, "cameras must be one or more of"),
+        ({"image_size": "big"}, "image_size must be a whole number, got 'big'"),
+        ({"image_size": 32.0}, "image_size must be a whole number, got 32.0"),
+        ({"num_blocks": True}, "num_blocks must be a whole number, got True"),
+        ({"reach_radius": "far"}, "reach_radius must be a number, got 'far'"),
+        ({"start_jitter": None}, "start_jitter must be a number, got None"),
+        ({"max_episode_steps": [9]}, r"max_episode_steps must be a whole number, got \[9\]"),
     ],
 )
 def test_options_are_refused_with_their_rule_and_value(options, message):

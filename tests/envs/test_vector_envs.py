@@ -1,5 +1,6 @@
 """Names, options, and vector environments in one process and in several."""
 
+import json
 import os
 import sys
 
@@ -7,6 +8,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
+from vla_accel.config import SimulatorConfig
+from vla_accel.demos import Demonstrations, record
 from vla_accel.envs import (
     EpisodeQueue,
     deal,
@@ -15,11 +18,12 @@ from vla_accel.envs import (
     make_vector_env,
     read_idle,
     read_step,
+    stack_final,
+    to_observation,
     training_jobs,
 )
 from vla_accel.envs.make import REGISTRY
 from vla_accel.envs.tabletop import Tabletop
-from vla_accel.types import Job
 
 SMALL = {"image_size": 16, "cameras": ("wrist", "front")}
 
@@ -63,10 +67,13 @@ def assert_same(one, other):
 
 
 @pytest.mark.dist
-def test_worker_processes_give_the_same_transitions_as_one_process():
+@pytest.mark.parametrize("context", ["forkserver", "spawn"])
+def test_worker_processes_give_the_same_transitions_as_one_process(context, monkeypatch):
+    monkeypatch.setattr("multiprocessing.get_all_start_methods", lambda: [context])
     results = {}
     for mode in ("sync", "async"):
         envs = start(2, episodes=3, max_episode_steps=7, vectorization=mode)
+        assert getattr(envs, "_context", context) == context
         results[mode] = play(envs, 9)
     episodes = [record for step in results["sync"][1:] for _, record in step[4]["episodes"]]
     assert len(episodes) == 3
@@ -204,20 +211,39 @@ def test_make_vector_env_names_the_argument_that_is_wrong(changes, message):
         make_vector_env("tabletop", **{"num_envs": 2, "chunk_size": 1, "jobs": [[], []], **changes})
 
 
-@pytest.mark.parametrize("vectorization", ["sync", "async"])
-def test_cameras_stay_in_the_order_in_which_they_were_asked_for(vectorization):
-    """Gymnasium sorts a mapping of spaces by name; a policy reads its pictures by their order."""
-    cameras = ["wrist", "front"]
-    envs = make_vector_env(
-        "tabletop",
-        num_envs=2,
-        chunk_size=1,
-        jobs=[iter([Job(task_id=0, state_id=i, seed=i)]) for i in range(2)],
-        vectorization=vectorization,
-        env_options={"cameras": tuple(cameras), "image_size": 16},
-    )
+CAMERAS = ["wrist", "front"]
+"""Not in the order of the alphabet, in which Gymnasium sorts a mapping of spaces."""
+
+
+@pytest.mark.parametrize("vectorization", ["sync", pytest.param("async", marks=pytest.mark.dist)])
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_cameras_stay_in_the_order_in_which_they_were_asked_for(vectorization, num_groups):
+    """A policy reads its pictures by their order."""
+    envs = start(2, max_episode_steps=3, vectorization=vectorization, num_groups=num_groups)
     try:
-        observations, _ = envs.reset()
+        first, _ = envs.reset()
+        then, *_, infos = envs.step(np.zeros(envs.action_space.shape, np.float32))
     finally:
         envs.close()
-    assert list(observations["images"]) == cameras
+    info = read_step(infos, 2)
+    alone, _ = make_env("tabletop", **SMALL).reset(options={"task_id": 0, "state_id": 0})
+    for images in (first["images"], then["images"], info.final_obs[0][1]["images"], alone["images"]):
+        assert list(images) == CAMERAS
+    assert list(to_observation(then, envs.instructions).images) == CAMERAS
+    assert list(to_observation(stack_final(info.final_obs), envs.instructions).images) == CAMERAS
+    np.testing.assert_array_equal(first["images"]["front"][0], alone["images"]["front"])
+
+
+def test_demonstrations_keep_the_order_of_the_cameras(tmp_path):
+    config = SimulatorConfig(name="tabletop", options={"cameras": json.dumps(CAMERAS), "image_size": "16"})
+    demos = record(config, episodes=1, seed=0)
+    demos.save(tmp_path / "demos")
+    assert list(demos.images) == list(Demonstrations.load(tmp_path / "demos").images) == CAMERAS
+
+
+@pytest.mark.parametrize("name", ["metaworld:reach", "tabletop"])
+def test_spaces_hold_the_cameras_in_the_order_in_which_they_were_asked_for(name, monkeypatch):
+    monkeypatch.setattr("vla_accel.envs.metaworld.installed", lambda: True)
+    cameras = ["topview", "corner2"] if name != "tabletop" else CAMERAS
+    env = make_env(name, cameras=cameras)
+    assert list(env.observation_space["images"]) == cameras

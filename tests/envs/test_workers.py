@@ -110,6 +110,20 @@ def test_a_worker_killed_between_two_decisions_is_noticed_by_the_next(faulty):
     assert envs.processes[0].pid != before
 
 
+@pytest.mark.parametrize(("how", "timeout_s"), [(signal.SIGKILL, 30), (signal.SIGSTOP, 2)])
+def test_a_call_that_one_worker_does_not_answer_leaves_the_others_as_they_were(faulty, how, timeout_s):
+    envs = faulty(FIRST, SECOND, kind="raise", times=0, timeout_s=timeout_s)
+    envs.reset()
+    before = [process.pid for process in envs.processes]
+    os.kill(before[0], how)
+    with pytest.raises(RuntimeError, match="environment 0 did not answer 'episode_state'"):
+        envs.call("episode_state")
+    info = read_step(envs.step(np.zeros((2, 2, 2), np.float32))[4], 2)
+    assert (info.executed.tolist(), info.voided.tolist()) == ([0, 2], [1, 0])
+    assert envs.processes[0].pid != before[0]
+    assert envs.processes[1].pid == before[1]
+
+
 def test_an_idle_worker_that_dies_costs_no_episode(faulty):
     envs = faulty([], SECOND, kind="raise", times=0)
     assert read_idle(envs.reset()[1], 2).tolist() == [True, False]

@@ -129,17 +129,30 @@ def test_the_dense_reward_lies_in_0_to_1_and_rises_towards_the_goal():
     assert rewards[-1] > rewards[0]
 
 
-def test_a_chunk_shows_and_pays_what_its_steps_one_by_one_do_with_one_picture():
+def test_a_chunk_shows_and_pays_what_its_steps_one_by_one_do_with_one_picture(monkeypatch):
     single, _ = begin("button-press-topdown", 1)
     chunked = ActionChunk(begin("button-press-topdown", 1)[0], 8)
-    draw = np.random.default_rng(0)
-    for _ in range(3):
-        actions = draw.uniform(-1, 1, (8, 4)).astype(np.float32)
-        steps = [single.step(action) for action in actions]
-        obs, reward, terminated, _, info = chunked.step(actions)
-        assert (reward, terminated, info["executed"]) == (sum(s[1] for s in steps), steps[-1][2], 8)
+    renderer, drawn = chunked.unwrapped._now._renderer, []
+    draw = renderer.render
+    monkeypatch.setattr(renderer, "render", lambda: drawn.append(1) or draw())
+    terminated, chunks = False, 0
+    while not terminated:
+        steps = []
+        while len(steps) < 8 and not (steps and steps[-1][2]):
+            action = single.expert_action()
+            steps.append((*single.step(action), action))
+        padded = np.stack([step[-1] for step in steps] + [action] * (8 - len(steps)))
+        obs, reward, terminated, truncated, info = chunked.step(padded)
+        chunks += 1
+        assert (reward, terminated) == (sum(step[1] for step in steps), steps[-1][2])
+        assert (truncated, info["executed"], info["success"]) == (False, len(steps), steps[-1][4]["success"])
+        assert len(drawn) == chunks
         np.testing.assert_array_equal(obs["state"], steps[-1][0]["state"])
         np.testing.assert_array_equal(obs["images"]["corner2"], steps[-1][0]["images"]["corner2"])
+    assert reward == 1.0
+    assert len(steps) < 8  # the success lies inside a chunk
+    for env in (single, chunked):
+        env.close()
 
 
 def test_demonstrations_can_be_recorded():

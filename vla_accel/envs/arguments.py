@@ -19,9 +19,18 @@ def check_option(option: str, ok: bool, rule: str, value: object) -> None:
         raise ValueError(f"{option} must {rule}, got {value!r}")
 
 
-def check_within(option: str, value: float, low: float, high: float) -> None:
-    """Raise `ValueError` unless `low <= value <= high`."""
+def check_within(option: str, value: Any, low: float, high: float) -> None:
+    """Raise `ValueError` unless `value` is a number in `low..high`, a whole one where `low` is."""
+    whole = isinstance(low, int)
+    number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    check_option(option, number, "be a whole number" if whole else "be a number", value)
     check_option(option, low <= value <= high, f"lie in [{low}, {high}]", value)
+
+
+def check_count(option: str, value: Any, *, least: int = 1) -> None:
+    """Raise `ValueError` unless `value` is a whole number of at least `least`."""
+    number = isinstance(value, int) and not isinstance(value, bool)
+    check_option(option, number and value >= least, f"be a whole number of at least {least}", value)
 
 
 def check_names(option: str, given: str | Sequence[str], known: Sequence[str]) -> list[str]:
@@ -30,8 +39,8 @@ def check_names(option: str, given: str | Sequence[str], known: Sequence[str]) -
     Raises:
         ValueError: if there is none, an unknown one, or one twice.
     """
-    names = [given] if isinstance(given, str) else list(given)
-    ok = bool(names) and len(set(names)) == len(names) and set(names) <= set(known)
+    names = [given] if isinstance(given, str) else list(given) if isinstance(given, Sequence) else given
+    ok = isinstance(names, list) and bool(names) and all(name in known and names.count(name) == 1 for name in names)
     check_option(option, ok, f"be one or more of {', '.join(known)}, each at most once", names)
     return names
 

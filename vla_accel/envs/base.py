@@ -7,7 +7,7 @@ The contract. A simulator is a `gymnasium.Env` with
 
 | part | rule |
 |---|---|
-| `observation_space["images"]` | `Dict` of camera name -> `Box` uint8 `[P, P, 3]`: RGB, upright |
+| `observation_space["images"]` | `Dict` of camera name -> `Box` uint8 `[P, P, 3]`: RGB, upright, in a fixed order |
 | `observation_space["state"]` | `Box` float32 `[Q]`: proprioception |
 | `observation_space["task_id"]` | `Discrete`: index into `instructions` (text does not fit into shared memory) |
 | `action_space` | `Box` float32 `[A]`; the simulator clips what lies outside |
@@ -25,6 +25,7 @@ and, where it has them,
 | `vectorization` | `"sync"`, `"async"` (the default) or `"batched"`: how `make_vector_env` runs several of them |
 | `batch(num_envs)` | one simulator that steps many environments at once, for `"batched"`; see `batched.py` |
 | `slow_task_change` | True: another task takes seconds, so that each environment should keep to one if it can |
+| `render()` | a picture uint8 `[H, W, 3]` for films, where `render_mode` is `"rgb_array"` |
 | `set_rendering(on)` | switch the cameras; while off, `step` may return black images |
 | `render_observation()` | the current observation with images, without a step; goes with `set_rendering` |
 
@@ -79,8 +80,8 @@ class ActionChunk(gym.Wrapper):
     """Executes K actions per step and stops at the episode's end, so that no action leaks into the next episode.
 
     The reward is the undiscounted sum over the executed steps. The info is the last executed step's, plus `executed`
-    (1..K), `success` (any executed step solved the task) and `success_at_end` (the last one did). Cameras are off
-    except in the chunk's last step, if the simulator can do that.
+    (1..K), `success` (any executed step solved the task), `success_step` (the first that did, 1..K, or None) and
+    `success_at_end` (the last one did). Cameras are off except in the chunk's last step, if the simulator can do that.
 
     Args:
         env: an environment with a flat `Box` action space `[A]`.
@@ -117,7 +118,7 @@ class ActionChunk(gym.Wrapper):
             ValueError: if the shape differs or a number is not finite.
         """
         action = to_action(action, self.action_space, shape="[K, A]")
-        total, success = 0.0, False
+        total, success_step = 0.0, None
         if self._set_rendering:
             self._set_rendering(False)
         for executed, row in enumerate(action, start=1):
@@ -127,13 +128,20 @@ class ActionChunk(gym.Wrapper):
             if self.frames is not None:
                 self.frames.append(self.env.render())
             total += float(reward)
-            success = success or bool(info["success"])
+            if success_step is None and info["success"]:
+                success_step = executed
             if terminated or truncated:
                 break
         if self._set_rendering and executed < self.chunk_size:
             self._set_rendering(True)
             obs = self.env.get_wrapper_attr("render_observation")()
-        info = {**info, "executed": executed, "success": success, "success_at_end": bool(info["success"])}
+        info = {
+            **info,
+            "executed": executed,
+            "success": success_step is not None,
+            "success_step": success_step,
+            "success_at_end": bool(info["success"]),
+        }
         return obs, total, bool(terminated), bool(truncated), info
 
 
@@ -159,7 +167,8 @@ class EpisodeQueue(gym.Wrapper):
         self._taken = 0
         self._actions: list[np.ndarray] = []
         self.resume_from: dict[str, Any] | None = None
-        self._steps, self._total, self._success = 0, 0.0, False
+        self._steps, self._total = 0, 0.0
+        self._success_step: int | None = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Start the next job.
@@ -174,7 +183,7 @@ class EpisodeQueue(gym.Wrapper):
         self._job = next(self._jobs, None)
         self._taken += 1
         self._actions = []
-        self._steps, self._total, self._success = 0, 0.0, False
+        self._steps, self._total, self._success_step = 0, 0.0, None
         if self._job is None:
             return zeros(self.observation_space), {"idle": True}
         options = {"task_id": self._job.task_id, "state_id": self._job.state_id}
@@ -189,18 +198,20 @@ class EpisodeQueue(gym.Wrapper):
         obs, reward, terminated, truncated, info = self.env.step(action)
         truncated = truncated and not terminated
         executed, success = int(info["executed"]), bool(info["success"])
+        if self._success_step is None and success:
+            self._success_step = self._steps + info["success_step"]
         self._steps += executed
         self._total += reward
-        self._success = self._success or success
         report: dict[str, Any] = {"executed": executed, "success": success, "idle": False}
         if terminated or truncated:
             report["episode"] = Episode(
                 job=self._job,
-                success=self._success,
+                success=self._success_step is not None,
                 success_at_end=bool(info["success_at_end"]),
                 steps=self._steps,
                 total_reward=self._total,
                 truncated=truncated,
+                success_step=self._success_step,
             )
         return obs, reward, terminated, truncated, report
 

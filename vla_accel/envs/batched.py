@@ -57,14 +57,14 @@ class _Play:
     actions: list[np.ndarray] = field(default_factory=list)
     steps: int = 0
     total: float = 0.0
-    success: bool = False
+    success_step: int | None = None
     success_at_end: bool = False
 
     def next(self) -> Job | None:
         """Go on to the next job."""
         self.job = next(self.jobs, None)
         self.taken += 1
-        self.actions, self.steps, self.total, self.success, self.success_at_end = [], 0, 0.0, False, False
+        self.actions, self.steps, self.total, self.success_step, self.success_at_end = [], 0, 0.0, None, False
         return self.job
 
 
@@ -178,7 +178,8 @@ class Batched(VectorEnv):
             play.steps += 1
             play.total += float(gain[row])
             play.success_at_end = bool(success[row])
-            play.success = play.success or play.success_at_end
+            if play.success_step is None and play.success_at_end:
+                play.success_step = play.steps
             reward[row] += gain[row]
             report["executed"] += 1
             report["success"] = report["success"] or play.success_at_end
@@ -193,11 +194,12 @@ class Batched(VectorEnv):
             play = self._plays[row]
             episode = Episode(
                 job=play.job,
-                success=play.success,
+                success=play.success_step is not None,
                 success_at_end=play.success_at_end,
                 steps=play.steps,
                 total_reward=play.total,
                 truncated=bool(truncated[row]),
+                success_step=play.success_step,
             )
             reports[row] |= {"final_info": {"episode": episode}, "final_obs": _row(shown, row)}
 

@@ -26,8 +26,8 @@ def check_env(env: gym.Env, *, steps: int = 3) -> None:
     if not isinstance(env, gym.Env):
         raise ValueError(f"environment contract: must be a gymnasium.Env, got {type(env).__name__}")
     problems = [*_spaces(env), *_tables(env), *_optional(env)]
-    if not problems:  # only sound spaces and tables tell how to reset and step
-        problems = list(_episode(env, steps))
+    for rules in (_episodes, _drawing):  # only sound spaces and tables tell how to reset and step, and so on
+        problems = problems or list(_tried(rules, env, steps))
     if problems:
         lines = "\n".join(f"- {problem}" for problem in problems)
         raise ValueError(f"{type(env.unwrapped).__name__} breaks the environment contract:\n{lines}")
@@ -83,32 +83,82 @@ def _optional(env: gym.Env) -> Iterator[str]:
         yield f"max_episode_steps must be an int of at least 1 where it exists, got {limit!r}"
     if mode not in (None, "sync", "async", "batched"):
         yield f"vectorization must be 'sync', 'async' or 'batched' where it exists, got {mode!r}"
+    if _get(env, "slow_task_change") not in (None, True, False):
+        yield f"slow_task_change must be a bool where it exists, got {_get(env, 'slow_task_change')!r}"
     if mode == "batched" and not callable(_get(env, "batch")):
         yield "vectorization 'batched' needs batch(num_envs): what it returns steps them all; see batched.py"
     if callable(_get(env, "set_rendering")) != callable(_get(env, "render_observation")):
         yield "set_rendering needs render_observation and the reverse: an episode must show its end with cameras off"
 
 
-def _episode(env: gym.Env, steps: int) -> Iterator[str]:
-    """Rules about resetting and stepping."""
-    tasks, state_ids = len(_get(env, "instructions")), _get(env, "state_ids")
-    first = {"task_id": 0, "state_id": state_ids["train"][0]}
-    last = {"task_id": tasks - 1, "state_id": state_ids["eval"][-1]}
+def _tried(rules: Callable[[gym.Env, int], Iterator[str]], env: gym.Env, steps: int) -> Iterator[str]:
+    """What some rules find; whatever a simulator raises meanwhile is a finding, too."""
     try:
-        records = [_play(env, options, steps) for options in (first, last, first)]
+        yield from rules(env, steps)
     except _Broken as problem:
         yield str(problem)
-        return
-    except Exception as error:  # whatever a simulator raises is a finding
-        yield f"reset and step must work for every task and state id, got {type(error).__name__}: {error}"
-        return
-    for options, record in zip((first, last), records, strict=False):
+    except Exception as error:
+        yield f"reset, step and pictures must work for every task and state id, got {type(error).__name__}: {error}"
+
+
+def _first(env: gym.Env) -> dict[str, int]:
+    return {"task_id": 0, "state_id": _get(env, "state_ids")["train"][0]}
+
+
+def _episodes(env: gym.Env, steps: int) -> Iterator[str]:
+    """Rules about resetting and stepping."""
+    tasks, state_ids, first = range(len(_get(env, "instructions"))), _get(env, "state_ids"), _first(env)
+    held_out = tasks[-1:] if _get(env, "slow_task_change") else tasks
+    episodes = [first, *({"task_id": task, "state_id": state_ids["eval"][-1]} for task in held_out)]
+    inner, edge, beyond = _actions(env.action_space, steps)
+    records = [_play(env, options, inner) for options in episodes]
+    again, at_edge, past_edge = (_play(env, first, actions) for actions in (inner, edge, beyond))
+    for options, record in zip(episodes, records, strict=True):
         shown = int(record[0]["observation"]["task_id"])
         if shown != options["task_id"]:
             yield f"reset must obey options: asked for task_id {options['task_id']}, the observation shows {shown}"
-    yield from _records(env, records[0] + records[1])
-    if not _equal(records[0], records[2]):
+    yield from _records(env, [entry for record in records for entry in record])
+    if not _equal(records[0], again):
         yield "equal seed, options and actions must give equal episodes; seed every source of randomness in reset"
+    elif not _equal(at_edge, past_edge):
+        yield "actions outside action_space must do what those at its bounds do: clip them in step"
+
+
+def _actions(space: gym.spaces.Box, steps: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Some actions `[steps, A]` inside the bounds, others at them, and the latter as far again beyond."""
+    draw = np.random.default_rng(0)
+    inner = np.clip(draw.uniform(-0.2, 0.2, (steps, *space.shape)).astype(np.float32), space.low, space.high)
+    bounded = np.isfinite(space.low) & np.isfinite(space.high)
+    high = draw.random(inner.shape) < 0.5
+    edge = np.where(bounded, np.where(high, space.high, space.low), inner)
+    width = np.where(bounded, space.high, 0.0) - np.where(bounded, space.low, 0.0)
+    beyond = edge + np.where(high, width, -width)
+    return tuple(actions.astype(np.float32) for actions in (inner, edge, beyond))
+
+
+def _drawing(env: gym.Env, steps: int) -> Iterator[str]:
+    """Rules about films and about cameras that can be switched."""
+    options, actions = _first(env), _actions(env.action_space, steps)[0]
+    switch, look = _get(env, "set_rendering"), _get(env, "render_observation")
+    shown = _play(env, options, actions)[-1]["observation"]
+    if env.render_mode == "rgb_array":
+        frame = env.render()
+        if not isinstance(frame, np.ndarray) or frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
+            got = f"{frame.dtype} {list(frame.shape)}" if isinstance(frame, np.ndarray) else type(frame).__name__
+            yield f"render must return a uint8 array [H, W, 3] where render_mode is 'rgb_array', got {got}"
+    if switch is None or look is None:
+        return
+    if not _equal(look(), shown):
+        yield "render_observation must show what the step before it returned"
+    switch(False)
+    try:
+        blind = _play(env, options, actions)[-1]["observation"]
+    finally:
+        switch(True)
+    if not _equal({**blind, "images": None}, {**shown, "images": None}):
+        yield "set_rendering must change nothing but images: the state or the task differs with cameras off"
+    elif not _equal(look(), shown):
+        yield "render_observation must show the same after steps with cameras off as after steps with cameras on"
 
 
 def _records(env: gym.Env, record: list[dict[str, Any]]) -> Iterator[str]:
@@ -146,6 +196,11 @@ def _mismatches(space: gym.Space, value: Any, where: str) -> Iterator[str]:
         if not isinstance(value, dict) or set(value) != set(space):
             yield f"{where} must be a dict with the keys {sorted(space)}, got {value!r:.80}"
             return
+        if where == "observation['images']" and list(value) != list(space):
+            yield (
+                f"{where} must hold the cameras in the order of its space, {list(space)}, got {list(value)}; Gymnasium "
+                "sorts a space that is made from a mapping, but not one from a list of pairs"
+            )
         for key, part in space.items():
             yield from _mismatches(part, value[key], f"{where}[{key!r}]")
     elif isinstance(space, gym.spaces.Discrete):
@@ -162,8 +217,8 @@ class _Broken(Exception):
     """A call returned something that cannot be looked at further."""
 
 
-def _play(env: gym.Env, options: dict[str, int], steps: int) -> list[dict[str, Any]]:
-    """Play one short episode; `changed` marks an observation that was overwritten afterwards."""
+def _play(env: gym.Env, options: dict[str, int], actions: np.ndarray) -> list[dict[str, Any]]:
+    """Play one short episode, actions `[steps, A]`; `changed` marks an observation that was overwritten afterwards."""
     result = env.reset(seed=0, options=dict(options))
     if not isinstance(result, tuple) or len(result) != 2:
         raise _Broken(f"reset must return (observation, info), got {result!r:.80}")
@@ -171,9 +226,8 @@ def _play(env: gym.Env, options: dict[str, int], steps: int) -> list[dict[str, A
         raise _Broken(f"reset must return the observation as a dict with 'task_id', got {result[0]!r:.80}")
     record = [{"observation": result[0], "info": result[1]}]
     copies = [_map(np.copy, result[0])]
-    actions = np.random.default_rng(0).uniform(-0.2, 0.2, (steps, *env.action_space.shape)).astype(np.float32)
     for action in actions:
-        result = env.step(np.clip(action, env.action_space.low, env.action_space.high))
+        result = env.step(action.copy())
         if not isinstance(result, tuple) or len(result) != 5:
             raise _Broken(f"step must return five values, got {result!r:.80}")
         record.append(dict(zip(("observation", "reward", "terminated", "truncated", "info"), result, strict=True)))

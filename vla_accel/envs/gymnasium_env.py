@@ -18,7 +18,7 @@ import gymnasium as gym
 import numpy as np
 from PIL import Image
 
-from vla_accel.envs.arguments import check_option, observations
+from vla_accel.envs.arguments import check_count, check_option, episode_of, observations
 from vla_accel.envs.graphics import prepare_graphics
 
 SUCCESS_KEYS = ("is_success", "success")
@@ -30,9 +30,11 @@ class GymnasiumEnv(gym.Env):
     Args:
         env_id: as for `gymnasium.make`.
         instruction: what the policy is told; None: the words of the id.
-        image_key: key of the picture in the observation; None: what `render()` gives.
-        state_key: key or keys of the state in the observation; None: all of it that is a vector.
-        success_key: key in the step's info that says whether the task is solved; None: `is_success` or `success`.
+        image_key: key of the picture in the observation; None: what `render()` gives, or the observation itself where
+            that is a picture.
+        state_key: key or keys of the state in the observation; None: all of it that is a vector. Where there is none,
+            the state is one 0.
+        success_key: key in the step's info that says whether the task is solved; None: `is_success` or `success`, any.
         success_ends: end the episode when the task is solved.
         scale_actions: let actions of -1..1 span the environment's own bounds. False: actions are in its own units.
         image_size: P; pictures that are not square get black borders.
@@ -59,7 +61,14 @@ class GymnasiumEnv(gym.Env):
         image_size: int = 128,
         make: Mapping[str, Any] | None = None,
     ):
-        check_option("image_size", image_size >= 16, "be at least 16", image_size)
+        check_count("image_size", image_size, least=16)
+        for name, text in (("instruction", instruction), ("image_key", image_key), ("success_key", success_key)):
+            check_option(name, text is None or isinstance(text, str), "be a text", text)
+        listed = isinstance(state_key, Sequence) and all(isinstance(key, str) for key in state_key)
+        check_option("state_key", state_key is None or listed, "be a key or a list of keys", state_key)
+        for name, flag in (("success_ends", success_ends), ("scale_actions", scale_actions)):
+            check_option(name, isinstance(flag, bool), "be true or false", flag)
+        check_option("make", make is None or isinstance(make, Mapping), "be an object of arguments", make)
         self._id, self._make = env_id, dict(make or {})
         self.image_key, self.success_key, self.success_ends = image_key, success_key, success_ends
         self.image_size = image_size
@@ -82,28 +91,29 @@ class GymnasiumEnv(gym.Env):
             self._own_actions = own
             self.action_space = gym.spaces.Box(-1.0, 1.0, own.shape) if scale_actions else gym.spaces.Box(low, high)
             self._state_keys = self._choose_state(probe.observation_space, state_key)
+            self._shows_itself = _is_picture(probe.observation_space)
             size = sum(int(np.prod(box.shape)) for box in self._vectors(probe.observation_space))
         finally:
             probe.close()
-        self.observation_space = observations(["main"], image_size, state_size=size, num_tasks=1)
+        self.observation_space = observations(["main"], image_size, state_size=max(size, 1), num_tasks=1)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Start the episode of an initial state.
 
         Args:
-            seed: used where `options` name no state.
-            options: `task_id` (0) and `state_id`, which seeds the environment.
+            seed: decides the state where `options` name none.
+            options: `task_id` (0) and `state_id`, which seeds the environment; drawn at random out of "train" where
+                missing.
 
         Raises:
             ValueError: if an option is unknown or an id out of range.
         """
-        options = dict(options or {})
-        task_id, state_id = options.pop("task_id", 0), options.pop("state_id", seed)
-        check_option("reset options", not options, "be task_id and state_id only", sorted(options))
-        check_option("task_id", task_id == 0, "be 0, the only task", task_id)
+        super().reset(seed=seed)
+        train = self.state_ids["train"]
+        _, state_id = episode_of(options, self.np_random, num_tasks=1, train=train, end=train.stop)
         if self._env is None:
             self._env = self._build()
-        self._obs, _ = self._env.reset(seed=None if state_id is None else int(state_id))
+        self._obs, _ = self._env.reset(seed=state_id)
         return self.render_observation(), {"success": False}
 
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -142,21 +152,23 @@ class GymnasiumEnv(gym.Env):
         arguments = {"render_mode": "rgb_array", "max_episode_steps": -1, "disable_env_checker": True, **self._make}
         try:
             return gym.make(self._id, **arguments)
-        except gym.error.Error as error:
+        except (gym.error.Error, ModuleNotFoundError, TypeError) as error:  # TypeError: for arguments it does not take
             raise ValueError(f"gym:{self._id} cannot be made: {error}") from error
 
     def _choose_state(self, space: gym.Space, wanted: str | Sequence[str] | None) -> list[str] | None:
-        """Keys of the observation that make the state; None where the observation is the state."""
+        """Keys of the observation that make the state; None where the observation is the state itself."""
         if not isinstance(space, gym.spaces.Dict):
             if wanted is not None or self.image_key is not None:
                 raise ValueError(f"state_key and image_key need a Dict observation, but gym:{self._id} has {space}")
-            if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
-                raise ValueError(f"gym:{self._id} must observe a vector or a Dict, observes {space}")
-            return None
+            if not _is_vector(space) and not _is_picture(space):
+                raise ValueError(f"gym:{self._id} must observe a vector, a picture or a Dict, observes {space}")
+            return None if _is_vector(space) else []
         if self.image_key is not None and self.image_key not in space.spaces:
             raise ValueError(f"image_key must be one of {sorted(space)}, got {self.image_key!r}")
-        vectors = [key for key, box in space.items() if isinstance(box, gym.spaces.Box) and len(box.shape) == 1]
-        keys = vectors if wanted is None else [wanted] if isinstance(wanted, str) else list(wanted)
+        vectors = [key for key, box in space.items() if _is_vector(box)]
+        if wanted is None:
+            return vectors
+        keys = [wanted] if isinstance(wanted, str) else list(wanted)
         if not keys or not set(keys) <= set(vectors):
             raise ValueError(f"state_key must be one or more of {sorted(vectors)}, got {wanted!r}")
         return keys
@@ -171,13 +183,24 @@ class GymnasiumEnv(gym.Env):
         return any(bool(info[key]) for key in keys if key in info)
 
     def _observe(self, *, blank: bool) -> dict[str, Any]:
-        state = np.concatenate([np.asarray(part, dtype=np.float32).ravel() for part in self._vectors(self._obs)])
+        vectors = self._vectors(self._obs) or [np.zeros(1)]
+        state = np.concatenate([np.asarray(part, dtype=np.float32).ravel() for part in vectors])
         size = self.image_size
-        if blank:
-            picture = np.zeros((size, size, 3), np.uint8)
-        else:
-            picture = square(self._env.render() if self.image_key is None else self._obs[self.image_key], size)
+        picture = np.zeros((size, size, 3), np.uint8) if blank else square(self._picture(), size)
         return {"images": {"main": picture}, "state": state, "task_id": np.int64(0)}
+
+    def _picture(self) -> Any:
+        if self._shows_itself:
+            return self._obs
+        return self._env.render() if self.image_key is None else self._obs[self.image_key]
+
+
+def _is_vector(space: gym.Space) -> bool:
+    return isinstance(space, gym.spaces.Box) and len(space.shape) == 1
+
+
+def _is_picture(space: gym.Space) -> bool:
+    return isinstance(space, gym.spaces.Box) and space.dtype == np.uint8 and space.shape[2:] == (3,)
 
 
 def square(picture: Any, size: int) -> np.ndarray:

@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 import gymnasium as gym
 import numpy as np
 
-from vla_accel.envs.arguments import check_names, check_option, check_within, episode_of, observations
+from vla_accel.envs.arguments import check_count, check_names, check_option, check_within, episode_of, observations
 from vla_accel.envs.graphics import prepare_graphics
 from vla_accel.envs.metaworld_tasks import INSTRUCTIONS, SUITES
 
@@ -35,7 +35,7 @@ CAMERAS = ("corner2", "corner", "corner3", "corner4", "topview", "behindGripper"
 CLOSE_UP = (0.75, 0.075, 0.7)
 """Where others who train policies on Meta-World have put the camera corner2."""
 
-_BUILT = 8  # simulators kept at a time: changing between so many tasks costs nothing
+_BUILT = 8  # simulators kept at a time: changing between so many tasks costs nothing, among more some are built anew
 
 
 class MetaWorld(gym.Env):
@@ -75,9 +75,9 @@ class MetaWorld(gym.Env):
         self.cameras = check_names("cameras", cameras, CAMERAS)
         check_within("image_size", image_size, 16, 1024)
         check_option("quality", quality in ("full", "fast"), "be 'full' or 'fast'", quality)
-        check_option("action_dim", action_dim in (4, 7), "be 4 or 7", action_dim)
+        check_option("action_dim", isinstance(action_dim, int) and action_dim in (4, 7), "be 4 or 7", action_dim)
         check_option("reward", reward in ("sparse", "dense"), "be 'sparse' or 'dense'", reward)
-        check_option("max_episode_steps", max_episode_steps >= 1, "be at least 1", max_episode_steps)
+        check_count("max_episode_steps", max_episode_steps)
         self.image_size, self.quality, self.action_dim, self.reward = image_size, quality, action_dim, reward
         self.max_episode_steps = max_episode_steps
         words = INSTRUCTIONS | _read_instructions(instructions_file)
@@ -87,6 +87,7 @@ class MetaWorld(gym.Env):
         self.action_space = gym.spaces.Box(-1.0, 1.0, (action_dim,), np.float32)
         if not installed():
             raise ValueError('metaworld needs its package: pip install "vla_accel[metaworld]"')
+        self.slow_task_change = len(self.tasks) > _BUILT
         self._built: OrderedDict[str, _Simulator] = OrderedDict()
         self._now: _Simulator | None = None
         self._rendering = True
@@ -273,7 +274,11 @@ def task_names(given: str) -> list[str]:
 def _read_instructions(file: str | None) -> Mapping[str, str]:
     if file is None:
         return {}
-    words = json.loads(Path(file).read_text(encoding="utf-8"))
+    check_option("instructions_file", isinstance(file, str), "be the path of a JSON file", file)
+    try:
+        words = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"instructions_file must be a JSON file that can be read, got {file!r} ({error})") from error
     fits = isinstance(words, dict) and all(isinstance(text, str) and text.strip() for text in words.values())
     check_option("instructions_file", fits, "hold an object of task name -> sentence", file)
     unknown = sorted(set(words) - set(INSTRUCTIONS))

@@ -251,19 +251,25 @@ class Workers(VectorEnv):
         return join([rows[index][0] for index in range(self.num_envs)]), merged
 
     def _demand(self, name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call something in every worker, side by side."""
-        answers = []
+        """Call something in every worker, side by side; each is heard before one that did not answer is an error."""
+        asked: list[int] = []
+        answers: list[Any] = []
+        errors: dict[int, Exception] = {}
         for index, worker in enumerate(self._workers):
             try:
                 worker.call_async(name, *args, **kwargs)
+                asked.append(index)
             except Exception as error:
-                raise self._no_answer(index, name, error) from error
+                errors[index] = error
         deadline = time.monotonic() + self.timeout_s
-        for index, worker in enumerate(self._workers):
+        for index in asked:
             try:
-                answers.append(worker.call_wait(timeout=max(deadline - time.monotonic(), 0.0))[0])
+                answers.append(self._workers[index].call_wait(timeout=max(deadline - time.monotonic(), 0.0))[0])
             except Exception as error:
-                raise self._no_answer(index, name, error) from error
+                errors[index] = error
+        lost = [self._no_answer(index, name, error) for index, error in sorted(errors.items())]
+        if lost:
+            raise lost[0] from errors[min(errors)]
         return answers
 
     def _no_answer(self, index: int, name: str, error: Exception) -> RuntimeError:
