@@ -162,3 +162,10 @@ def test_a_quaternion_becomes_axis_times_angle():
 )
 def test_a_rank_draws_on_its_own_device(environ, device):
     assert device_of_rank(environ) == device
+
+
+@pytest.mark.parametrize("option", ["wait_steps", "max_episode_steps"])
+@pytest.mark.parametrize("value", ["ten", 2.5, True, 0])
+def test_counts_are_whole_numbers(option, value):
+    with pytest.raises(ValueError, match=f"{option} must be a whole number of at least 1, got {value!r}"):
+        make_env("libero_spatial", **{option: value})

@@ -103,3 +103,11 @@ def policy_folder(path):
         target = path / file.name
         shutil.copytree(file, target) if file.is_dir() else shutil.copyfile(file, target)
     return path
+
+
+def same(net, variant="pi0"):
+    """Whether the model holds exactly the stored weights."""
+    state = net.state_dict()
+    return state.keys() == weights(variant).keys() and all(
+        torch.equal(state[k], x) for k, x in weights(variant).items()
+    )

@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 import gymnasium as gym
 import numpy as np
 
-from vla_accel.envs.arguments import check_names, check_option, check_within, episode_of, observations
+from vla_accel.envs.arguments import check_count, check_names, check_option, check_within, episode_of, observations
 from vla_accel.envs.libero_package import LiberoTask, build, load_suite
 from vla_accel.envs.rotations import axis_angle
 
@@ -94,11 +94,11 @@ class Libero(gym.Env):
         check_within("image_size", image_size, 16, 1024)
         check_option("quality", quality in ("full", "fast"), "be 'full' or 'fast'", quality)
         check_option("gripper", gripper in ("env", "openvla"), "be 'env' or 'openvla'", gripper)
-        check_option("wait_steps", wait_steps >= 1, "be at least 1", wait_steps)
+        check_count("wait_steps", wait_steps)
         check_within("task_seed", task_seed, 0, 2**32 - 1)
         check_within("eval_states", eval_states, 1, STORED)
         limit = LIMITS[suite] if max_episode_steps is None else max_episode_steps
-        check_option("max_episode_steps", limit >= 1, "be at least 1", limit)
+        check_count("max_episode_steps", limit)
         self.image_size, self.quality, self.gripper, self.wait_steps = image_size, quality, gripper, wait_steps
         self.task_seed = task_seed
         self.max_episode_steps = limit

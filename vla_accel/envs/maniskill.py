@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 import gymnasium as gym
 import numpy as np
 
-from vla_accel.envs.arguments import check_names, check_option, check_within, episode_of, observations
+from vla_accel.envs.arguments import check_count, check_names, check_option, check_within, episode_of, observations
 from vla_accel.envs.graphics import load_triton
 from vla_accel.envs.rotations import axis_angle
 from vla_accel.types import Job
@@ -105,7 +105,7 @@ class ManiSkill(gym.Env):
         check_option("reward", reward in ("sparse", "dense"), "be 'sparse' or 'dense'", reward)
         check_option("backend", backend in ("auto", "gpu", "cpu"), "be 'auto', 'gpu' or 'cpu'", backend)
         self.max_episode_steps = limit if max_episode_steps is None else max_episode_steps
-        check_option("max_episode_steps", self.max_episode_steps >= 1, "be at least 1", max_episode_steps)
+        check_count("max_episode_steps", self.max_episode_steps)
         if importlib.util.find_spec("mani_skill") is None:
             raise ValueError('maniskill needs its package: pip install "vla_accel[maniskill]"')
         self.backend = _choose_backend(backend)

@@ -185,11 +185,10 @@ class Pi0Policy(Policy):
 
         Cameras that the checkpoint does not know by name take its places in their order.
         """
-        frames = {self.processor.camera_of(name): frame for name, frame in obs.images.items()}
-        strange = [frame for name, frame in obs.images.items() if self.processor.camera_of(name) is None]
-        frames.pop(None, None)
-        free = (name for name in self.processor.config.cameras if name not in frames)
-        frames |= dict(zip(free, strange, strict=False))
+        places = {name: self.processor.camera_of(name) for name in obs.images}
+        free = (camera for camera in self.processor.config.cameras if camera not in places.values())
+        frames = {places[name] or next(free, None): frame for name, frame in obs.images.items()}
+        frames.pop(None, None)  # of cameras that the checkpoint has no place for
         return self.processor.prepare(frames, obs.state, obs.instructions)
 
     def forward(

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
+from vla_accel.models.pi0.config_checks import check_config, one_of
 from vla_accel.models.reading import table
 
 VARIANTS = ("pi0", "pi05")
@@ -27,7 +27,6 @@ CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 IMAGE_PREFIX = "observation.images."
 STATE_KEY = "observation.state"
 ACTION_KEY = "action"
-MODES = ("IDENTITY", "MEAN_STD", "MIN_MAX", "QUANTILES", "QUANTILE10")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,26 +72,8 @@ _SHARED = (
     "tokenizer_max_length",
     "normalization_mapping",
 )
-# Which of the fields are counts, and which are other numbers above 0.
-_COUNTS = (
-    "vocab_size",
-    "image_size",
-    "chunk_size",
-    "n_action_steps",
-    "max_state_dim",
-    "max_action_dim",
-    "num_inference_steps",
-    "tokenizer_max_length",
-)
-_ABOVE_0 = ("time_sampling_beta_alpha", "time_sampling_scale", "min_period", "max_period")
 # What only the side file can say.
 _OWN = ("vision", "vlm", "expert", "vocab_size", "image_resize", "clean_prompt", "state_in_prompt", "norm_rule")
-
-# What the Auto classes of transformers pass on that says nothing about the model.
-_OF_DOWNLOADS = (
-    *("cache_dir", "force_download", "local_files_only", "proxies", "token", "revision", "subfolder"),
-    *("trust_remote_code", "code_revision", "adapter_kwargs", "name_or_path", "_from_auto", "_commit_hash"),
-)
 
 
 class Pi0Config(PreTrainedConfig):
@@ -122,8 +103,8 @@ class Pi0Config(PreTrainedConfig):
         min_period: shortest period of the time embedding.
         max_period: longest.
         tokenizer_max_length: L, prompt tokens after padding. None: 48 for PI0, 200 for PI0.5.
-        normalization_mapping: `{"STATE": mode, "ACTION": mode}` with a mode of `MODES`. None: mean and standard
-            deviation for PI0, quantiles for PI0.5.
+        normalization_mapping: `{"STATE": mode, "ACTION": mode}` with a mode of `normalization.MODES`. None: mean
+            and standard deviation for PI0, quantiles for PI0.5.
         precision: `"float32"` or `"bfloat16"`, of the weights as the checkpoint says.
         image_resize: `"bilinear"` (LeRobot: no antialiasing) or `"antialias"` (openpi).
         clean_prompt: strip the instruction and turn `_` and line breaks into spaces (openpi; PI0.5 always does).
@@ -172,9 +153,9 @@ class Pi0Config(PreTrainedConfig):
         lerobot: dict[str, Any] | None = None,
         **kwargs: Any,
     ):
-        _one_of("variant", variant, VARIANTS)
-        _one_of("paligemma_variant", paligemma_variant, tuple(GEMMA_VARIANTS))
-        _one_of("action_expert_variant", action_expert_variant, tuple(GEMMA_VARIANTS))
+        one_of("variant", variant, VARIANTS)
+        one_of("paligemma_variant", paligemma_variant, tuple(GEMMA_VARIANTS))
+        one_of("action_expert_variant", action_expert_variant, tuple(GEMMA_VARIANTS))
         mode = "QUANTILES" if variant == "pi05" else "MEAN_STD"
         self.variant = variant
         self.paligemma_variant = paligemma_variant
@@ -209,74 +190,12 @@ class Pi0Config(PreTrainedConfig):
         self.state_in_prompt = state_in_prompt
         self.norm_rule = norm_rule
         self.lerobot = dict(lerobot or {})
-        self._check()
+        check_config(self)
         super().__init__(**kwargs)
 
     def _default_inputs(self) -> dict[str, Any]:
         shape = [3, self.image_size, self.image_size]
         return {IMAGE_PREFIX + name: {"type": "VISUAL", "shape": list(shape)} for name in CAMERAS}
-
-    def _check(self) -> None:
-        _one_of("precision", self.precision, ("float32", "bfloat16"))
-        _one_of("image_resize", self.image_resize, ("bilinear", "antialias"))
-        _one_of("norm_rule", self.norm_rule, ("lerobot", "openpi"))
-        self._check_numbers()
-        self._check_features()
-        for kind, mode in self.normalization_mapping.items():
-            _one_of(f"normalization_mapping[{kind!r}]", mode, MODES)
-        if self.normalization_mapping.get("VISUAL", "IDENTITY") != "IDENTITY":
-            raise ValueError(
-                "normalization_mapping['VISUAL'] must be IDENTITY (PI0 scales pixels to [-1, 1] itself), "
-                f"but is {self.normalization_mapping['VISUAL']!r}."
-            )
-        for name in ("depth", "num_heads", "num_kv_heads", "head_dim"):
-            if self.vlm[name] != self.expert[name]:
-                raise ValueError(
-                    f"vlm.{name} and expert.{name} must be equal, because the two stacks share their attention, "
-                    f"but are {self.vlm[name]} and {self.expert[name]}."
-                )
-        vision, vlm, expert = self.vision, self.vlm, self.expert
-        for name, value, divisor, of in (
-            ("image_size", self.image_size, vision["patch_size"], "vision.patch_size"),
-            ("vision.width", vision["width"], vision["num_heads"], "vision.num_heads"),
-            ("vlm.num_heads", vlm["num_heads"], vlm["num_kv_heads"], "vlm.num_kv_heads"),
-            ("vlm.head_dim", vlm["head_dim"], 2, ""),
-            ("expert.width", expert["width"], 2, ""),
-        ):
-            rule = f"a multiple of {of} ({divisor})" if of else "even"
-            _need(value % divisor == 0, name, rule, value)
-        steps, chunk = self.n_action_steps, self.chunk_size
-        _need(steps <= chunk, "n_action_steps", f"at most chunk_size ({chunk})", steps)
-        if self.time_sampling_beta_beta != 1.0:
-            raise ValueError(f"time_sampling_beta_beta must be 1.0, but is {self.time_sampling_beta_beta!r}.")
-        for name, dim, limit in (
-            ("input_features['observation.state']", self.state_dim, self.max_state_dim),
-            ("output_features['action']", self.action_dim, self.max_action_dim),
-        ):
-            if dim > limit:
-                raise ValueError(f"{name} must have at most {limit} entries (the padded width), but has {dim}.")
-
-    def _check_numbers(self) -> None:
-        counts = {name: getattr(self, name) for name in _COUNTS}
-        for part in ("vision", "vlm", "expert"):
-            counts |= {f"{part}.{name}": value for name, value in getattr(self, part).items()}
-        for name, value in counts.items():
-            _need(_is_count(value), name, "a whole number of at least 1", value)
-        for name in _ABOVE_0:
-            value = getattr(self, name)
-            _need(_is_number(value) and value > 0, name, "a number above 0", value)
-        offset = self.time_sampling_offset
-        _need(_is_number(offset) and offset >= 0, "time_sampling_offset", "a number of at least 0", offset)
-
-    def _check_features(self) -> None:
-        for group in ("input_features", "output_features"):
-            for key, feature in getattr(self, group).items():
-                name = f"{group}[{key!r}]"
-                kind, shape = (table(feature, name).get(entry) for entry in ("type", "shape"))
-                _need(isinstance(kind, str), f"{name}: type", "VISUAL, STATE or ACTION", kind)
-                fits = isinstance(shape, (list, tuple)) and len(shape) > 0 and all(map(_is_count, shape))
-                _need(fits, f"{name}: shape", "a list of whole numbers of at least 1", shape)
-        _need(self.cameras, "input_features", "a table with a camera (type VISUAL)", list(self.input_features))
 
     @property
     def cameras(self) -> list[str]:
@@ -311,7 +230,7 @@ class Pi0Config(PreTrainedConfig):
         """
         raw, side = dict(raw), side or {}
         variant = raw.pop("type", None)
-        _one_of("config.json: type", variant, VARIANTS)
+        one_of("config.json: type", variant, VARIANTS)
         if raw.get("use_relative_actions"):
             raise ValueError(
                 "config.json: use_relative_actions is true: checkpoints that predict actions relative to the state "
@@ -376,10 +295,10 @@ class Pi0Config(PreTrainedConfig):
         """
         path = Path(pretrained_model_name_or_path)
         if path.is_dir() and (path / "config.json").is_file():
-            from vla_accel.models.pi0.loading import read_config
+            from vla_accel.models.pi0.loading import about_the_model, read_config
 
             with_unused = kwargs.pop("return_unused_kwargs", False)
-            config = read_config(path, **{name: value for name, value in kwargs.items() if name not in _OF_DOWNLOADS})
+            config = read_config(path, **about_the_model(kwargs))
             return (config, {}) if with_unused else config
         return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
 
@@ -391,24 +310,6 @@ class Pi0Config(PreTrainedConfig):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.to_lerobot(), indent=4) + "\n")
         (folder / SIDE_FILE).write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n")
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 1
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _need(ok: object, name: str, rule: str, value: object) -> None:
-    if not ok:
-        raise ValueError(f"{name} must be {rule}, but is {value!r}.")
-
-
-def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, but is {value!r}.")
 
 
 def _sizes(base: Any, changes: dict[str, int] | None, name: str) -> Any:

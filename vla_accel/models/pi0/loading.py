@@ -255,6 +255,14 @@ def parameter_dtype(name: str, dtype: torch.dtype, expert_dtype: torch.dtype | N
     return expert_dtype if expert_dtype is not None and ".gemma_expert." in name else dtype
 
 
+def about_the_model(options: dict[str, Any]) -> dict[str, Any]:
+    """Of the options of a `from_pretrained`, those that the Auto classes do not pass on by themselves."""
+    ignored = {"trust_remote_code", "code_revision", "adapter_kwargs", "revision", "local_files_only", "token"}
+    ignored |= {"name_or_path", "_from_auto", "_commit_hash"}
+    unset = {"cache_dir", "force_download", "proxies", "subfolder"}
+    return {name: value for name, value in options.items() if name not in ignored and (value or name not in unset)}
+
+
 def load_model(
     folder: str | Path,
     *,
@@ -269,10 +277,7 @@ def load_model(
     Raises:
         ValueError: weights are missing, left over or of another shape.
     """
-    ignored = {"trust_remote_code", "adapter_kwargs", "revision", "local_files_only", "token", "_from_auto"}
-    unset = {"cache_dir", "force_download", "proxies", "subfolder"}  # as some versions of the Auto classes pass them
-    unknown = [name for name, value in auto.items() if name not in ignored and (value or name not in unset)]
-    if unknown:
+    if unknown := about_the_model(auto):
         raise ValueError(f"Unknown options of a PI0 model: {', '.join(sorted(unknown))}.")
     folder = resolve_folder(folder)
     config = config or read_config(folder)
