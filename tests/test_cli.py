@@ -73,6 +73,13 @@ def test_lists_pairs_and_none_are_read():
     assert parsed.env.chunk_size is None
 
 
+@pytest.mark.parametrize(
+    ("words", "recipe"), [("", "tabletop"), ("--policy.path None", "tabletop"), ("--policy.path folder", "finetune")]
+)
+def test_the_recipe_follows_the_checkpoint(words, recipe):
+    assert parse_args(PPOConfig, words.split()).recipe == recipe
+
+
 def test_programs_without_a_policy_are_read():
     assert parse_args(ExportConfig, ["--run", "a", "--out=b"]) == ExportConfig(run="a", out="b")
     parsed = parse_args(
@@ -139,6 +146,12 @@ def test_help_shows_every_option_with_its_default_and_explanation(kind, capsys, 
 )
 def test_a_wrong_command_line_gets_one_sentence(words, sentence, capsys):
     assert refusal(capsys, PPOConfig, words.split()) == f"error: {sentence}"
+
+
+@pytest.mark.parametrize("kind", [PPOConfig, SFTConfig, EvalConfig])
+def test_an_empty_path_is_not_the_small_checkpoint(kind, capsys):
+    sentence = refusal(capsys, kind, ["--model", "openvla", "--policy.path", ""])
+    assert sentence == "error: --policy.path must be a folder or a hub name, but is ''."
 
 
 def test_a_needed_option_is_named(capsys):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.policies import ColorSeeker
+from safetensors.torch import load_file
 
 from vla_accel.commands import export, record_demos, run_evaluation
 from vla_accel.config import (
@@ -132,9 +133,7 @@ def evaluation_of(config, path, **options):
             model=config.model,
             policy=dataclasses.replace(config.policy, path=str(path)),
             env=config.env,
-            episodes=config.run.eval_episodes,
-            seed=config.run.seed,
-            **options,
+            **{"episodes": config.run.eval_episodes, "seed": config.run.seed, **options},
         )
     )
 
@@ -212,6 +211,32 @@ def test_films_of_an_environment_without_pictures_are_refused_before_scoring(tin
         )
 
 
+def test_a_result_that_is_a_folder_is_refused_before_scoring(tiny_openvla, tmp_path):
+    config = EvalConfig(model="openvla", policy=PolicyConfig(path=str(tiny_openvla)), output=str(tmp_path))
+    with pytest.raises(ValueError, match=r"^--output must name a file, not a folder, but is "):
+        run_evaluation(config)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("episodes", 4), ("seed", 1), ("split", "train"), ("blank", "image")],
+)
+def test_an_option_of_scoring_changes_the_scores(finished_run, option, value):
+    config, result = finished_run
+    policy = f"{result['output_dir']}/policy"
+    assert evaluation_of(config, policy, **{option: value}) != evaluation_of(config, policy)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_policy_is_exported_in_the_type_asked_for(finished_run, tmp_path, dtype):
+    source = f"{finished_run[1]['output_dir']}"
+    policy = export(ExportConfig(run=source, out=str(tmp_path / "policy"), dtype=dtype))
+    stored = load_file(policy / "model.safetensors")
+    assert {str(x.dtype) for x in stored.values()} == {f"torch.{dtype}"}
+    before = load_file(Path(source) / "policy" / "model.safetensors")
+    assert all(torch.equal(stored[name], x.to(getattr(torch, dtype))) for name, x in before.items())
+
+
 def DarkTabletop():  # noqa: N802 - stands for a class
     env = make_env("tabletop")
     env.render_mode = None
@@ -237,6 +262,34 @@ def test_recorded_demonstrations_are_those_of_the_expert(tmp_path, capsys):
     assert json.loads((tmp_path / "demos" / "recorded_with.json").read_text())["data"]["speed"] == 0.5
     solved = sum(wanted.success[wanted.episode == n][-1] for n in range(5))
     assert f"5 episodes ({solved / 5:.1%} succeed), {len(wanted)} frames" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("group", "option", "value"),
+    [
+        ("", "seed", 1),
+        ("data", "episodes", 4),
+        ("data", "speed", 0.5),
+        ("data", "speed_jitter", 0.3),
+        ("data", "noise", 0.3),
+        ("env", "max_episode_steps", 2),
+        ("env", "options", {"image_size": "32", "num_blocks": "3"}),
+        ("env", "name", "helpers.wandering_env:Wandering"),
+    ],
+)
+def test_an_option_of_recording_changes_the_demonstrations(tmp_path, group, option, value):
+    def recorded(name, **changes):
+        config = RecordConfig(
+            out=str(tmp_path / name),
+            env=SimulatorConfig(**{"options": {"image_size": "32"}, **changes.get("env", {})}),
+            data=ExpertConfig(**{"episodes": 3, **changes.get("data", {})}),
+            **changes.get("", {}),
+        )
+        demos = Demonstrations.load(record_demos(config))
+        return [demos.state.tolist(), demos.action.tolist(), demos.task_id.tolist(), demos.instructions]
+
+    assert recorded("usual") == recorded("again")
+    assert recorded("changed", **{group: {option: value}}) != recorded("usual-too")
 
 
 def test_nothing_is_recorded_over_other_files(tmp_path):

@@ -8,7 +8,7 @@ import torch
 
 from vla_accel.batch import Batch, make_batch, minibatches, unit_mask
 from vla_accel.config import PPOOptions
-from vla_accel.ppo import ppo_loss, reduce_units
+from vla_accel.ppo import learning_rate_factor, ppo_loss, reduce_units, set_learning_rates
 from vla_accel.types import PolicyScore, Rollout, UnitGroups
 
 NAN = float("nan")
@@ -281,3 +281,34 @@ def test_environments_are_shuffled_apart():
     deal = composition(numbered_batch(torch.ones(8, 5, dtype=torch.bool)), num_minibatches=4, seed=0)
     first, last = ([{row for row, env in part if env == wanted} for part in deal] for wanted in (0, 4))
     assert first != last
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Learning rates
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "factors"),
+    [
+        ({"lr_schedule": "constant"}, [1, 1, 1, 1, 1]),
+        ({"lr_schedule": "linear", "lr_final": 0.2}, [1, 0.8, 0.6, 0.4, 0.2]),
+        ({"lr_schedule": "linear", "lr_final": 0.0}, [1, 0.75, 0.5, 0.25, 0]),
+        ({"lr_schedule": "cosine", "lr_final": 0.2}, [1, 0.2 + 0.4 * (1 + 0.5**0.5), 0.6, 0.6 - 0.4 * 0.5**0.5, 0.2]),
+        ({"lr_schedule": "constant", "lr_warmup": 3}, [0.25, 0.5, 0.75, 1, 1]),
+        ({"lr_schedule": "linear", "lr_final": 0.2, "lr_warmup": 1}, [0.5, 0.8, 0.6, 0.4, 0.2]),
+    ],
+)
+def test_learning_rates_follow_their_schedule(options, factors):
+    options = PPOOptions(**options)
+    assert [learning_rate_factor(options, i, 5) for i in range(5)] == pytest.approx(factors)
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate, "initial_lr": rate} for rate in (1e-3, 1e-2)]
+    optimizer = torch.optim.SGD(groups)
+    for iteration in (3, 1):  # whatever came before
+        set_learning_rates(optimizer, options, iteration, 5)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        assert rates == pytest.approx([1e-3 * factors[iteration], 1e-2 * factors[iteration]])
+
+
+def test_a_run_of_one_iteration_has_its_full_rate():
+    assert learning_rate_factor(PPOOptions(lr_schedule="linear"), 0, 1) == 1.0

@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from helpers.programs import start
 from safetensors.torch import load_file, save_file
 
 from vla_accel import config
-from vla_accel.config import PPOConfig
+from vla_accel.config import PPOConfig, SFTConfig
 from vla_accel.models import load_vla, save_vla
 
 ROOT = Path(__file__).parents[1]
@@ -115,6 +116,22 @@ def test_what_cannot_work_is_refused_before_the_run_has_a_folder(capsys, tiny_op
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("kind", ["missing", "empty", "other columns"])
+def test_demonstrations_that_are_none_are_refused_before_the_run_has_a_folder(capsys, tiny_openvla, tmp_path, kind):
+    folder = tmp_path / "demos"
+    if kind == "empty":
+        folder.mkdir()
+    if kind == "other columns":
+        Dataset.from_dict({"state": [0.0]}).save_to_disk(str(folder))
+    words = ["--policy.path", tiny_openvla, "--data.path", folder, "--run.output_dir", tmp_path / "run"]
+    code, error = start(capsys, SFTConfig, "vla_accel.sft:finetune", "--model", "openvla", *words)
+    assert code == 2
+    rule = "hold the columns action, episode" if kind == "other columns" else r"be a folder written by record_demos\.py"
+    assert re.match(rf"error: --data\.path must {rule}.*, but is ", error)
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_output_folder_below_a_file_is_refused(capsys, tiny_openvla, tmp_path):
     (tmp_path / "file").write_text("mine")
     code, error = start(
@@ -165,6 +182,7 @@ def test_two_iterations_by_accelerate_launch_leave_everything_a_run_leaves(tmp_p
     assert len(list((out / "videos").glob("after_0_*.mp4"))) == 1
     load_vla(out / "policy")
     assert "the small checkpoint that ships with vla_accel (no --policy.path given)" in done.stdout
+    assert "; computing in float32; recipe tabletop." in done.stdout
     assert "Before training: " in done.stdout
     assert re.search(r"^all .*->.* 4$", done.stdout, re.MULTILINE)
     assert str(out.relative_to(tmp_path)) in done.stdout
@@ -174,7 +192,7 @@ def test_two_iterations_by_accelerate_launch_leave_everything_a_run_leaves(tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["openvla", "openvla-oft"])
+@pytest.mark.parametrize("model", config.MODELS)
 def test_two_iterations_of_the_default_command_start_at_a_success_to_improve(model, tmp_path):
     done = script("accelerate", "ppo_vla.py", "--model", model, "--run.iterations", 2, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -182,6 +200,7 @@ def test_two_iterations_of_the_default_command_start_at_a_success_to_improve(mod
     before, after = json.loads(result.read_text()).values()
     assert (before["n"], after["n"]) == (100, 100)
     assert 0.2 <= before["success"] <= 0.7
+    assert f"{model}: the small checkpoint that ships with vla_accel (no --policy.path given); " in done.stdout
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

@@ -136,7 +136,8 @@ def _parse(kind: type[Config], words: list[str]) -> Config:
         # The classes of the default's groups count, not those of the annotations: so `policy` is the model's own.
         arguments["default"] = kind(**root)
     if kind is PPOConfig:
-        usual = "finetune" if _value_of("policy.path", words, default="") else "tabletop"
+        embedded = _value_of("policy.path", words, default="None") == "None"
+        usual = "tabletop" if embedded else "finetune"
         arguments["default"] = default_ppo(root["model"], _value_of("recipe", words, default=usual))
     if "--help" in words or "-h" in words:
         return tyro.cli(kind, **arguments)

@@ -18,7 +18,7 @@ from torch import nn
 
 from vla_accel.config import EvalConfig, ExportConfig, RecordConfig, SimulatorConfig, to_dict
 from vla_accel.demos import record
-from vla_accel.distributed import make_accelerator, prepare_policy, seed_weights
+from vla_accel.distributed import make_accelerator, precision_of, prepare_policy, seed_weights
 from vla_accel.envs.families import for_model
 from vla_accel.envs.make import make_env
 from vla_accel.evaluate import can_film, evaluate, film
@@ -51,6 +51,7 @@ def run_evaluation(config: EvalConfig) -> dict[str, Any]:
     check_env_fits(config.env, spec)
     if config.output:
         check_writable(Path(config.output), option="output")
+        check(not Path(config.output).is_dir(), "output", "must name a file, not a folder", config.output)
     if config.video:
         check_writable(Path(config.video) / "film.mp4", option="video")
         check(can_film(config.env), "video", "needs an environment that renders pictures", config.env.name)
@@ -60,7 +61,10 @@ def run_evaluation(config: EvalConfig) -> dict[str, Any]:
     policy.fit_instructions(_instructions(config.env))
     states = {"eval": "held-out", "train": "training"}[config.split]
     where = "the small checkpoint that ships with vla_accel" if spec.embedded else spec.path
-    accelerator.print(f"{config.model}: {where}; {config.episodes} {states} episodes of {config.env.name}.")
+    precision = precision_of(accelerator, config.policy.dtype)
+    accelerator.print(
+        f"{config.model}: {where}; computing in {precision}; {config.episodes} {states} episodes of {config.env.name}."
+    )
     model = _for_acting(accelerator, policy)
     result = evaluate(
         accelerator,

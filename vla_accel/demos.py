@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from vla_accel.config import SimulatorConfig
 from vla_accel.envs.make import make_env
 from vla_accel.rules import check
 from vla_accel.types import Observation
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 @dataclass(kw_only=True)
@@ -111,13 +114,7 @@ class Demonstrations:
         Raises:
             ValueError: when the folder is missing or holds something else.
         """
-        from datasets import load_from_disk
-
-        check(Path(folder).is_dir(), "data.path", "must be a folder written by record_demos.py", str(folder))
-        data = load_from_disk(str(folder)).with_format("numpy")
-        wanted = {"state", "action", "task_id", "episode", "success", "instruction"}
-        missing = sorted(wanted - set(data.column_names))
-        check(not missing, "data.path", f"must hold the columns {', '.join(sorted(wanted))}", data.column_names)
+        data = open_demonstrations(folder).with_format("numpy")
         names = [name for name in data.column_names if name.startswith("image.")]
         return cls(
             images={name.removeprefix("image."): np.stack(list(data[name])).astype(np.uint8) for name in names},
@@ -128,6 +125,27 @@ class Demonstrations:
             success=np.asarray(data["success"], bool),
             instructions=data.info.description.split("\n"),
         )
+
+
+def open_demonstrations(folder: str | Path) -> Dataset:
+    """Find out whether a folder holds demonstrations, without reading its frames.
+
+    Raises:
+        ValueError: when it is missing or holds something else.
+    """
+    from datasets import Dataset, load_from_disk
+
+    rule = "must be a folder written by record_demos.py"
+    try:
+        data = load_from_disk(str(folder))
+    except (OSError, ValueError, KeyError) as error:  # missing, of another kind, or cut short
+        reason = f"({type(error).__name__}: {str(error).splitlines()[0][:200]})"
+        check(False, "data.path", rule, str(folder), reason)
+    check(isinstance(data, Dataset), "data.path", rule, str(folder), "It holds several data sets.")
+    wanted = {"state", "action", "task_id", "episode", "success", "instruction"}
+    found = data.column_names
+    check(wanted <= set(found), "data.path", f"must hold the columns {', '.join(sorted(wanted))}", found)
+    return data
 
 
 def record(

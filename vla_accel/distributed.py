@@ -130,6 +130,18 @@ def _cpu_has_bf16() -> bool:
     return any(getattr(torch.cpu, probe)() for probe in probes if hasattr(torch.cpu, probe))
 
 
+def precision_of(accelerator: Accelerator, stored: str) -> str:
+    """What forwards compute in, in words; it says so where that is slow.
+
+    Args:
+        accelerator: from `make_accelerator`.
+        stored: `"float32"` or `"bfloat16"`, the type of the weights.
+    """
+    name = "bfloat16" if accelerator.mixed_precision == "bf16" else stored
+    slow = name == "bfloat16" and accelerator.device.type == "cpu" and not _cpu_has_bf16()
+    return f"{name}, which is slow here: this CPU has no bf16 units" if slow else name
+
+
 def _check_accelerator(accelerator: Accelerator, gradient_accumulation_steps: int) -> None:
     if _env_flag("ACCELERATE_USE_FSDP") and accelerator.distributed_type != DistributedType.FSDP:
         raise RuntimeError(

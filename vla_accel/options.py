@@ -40,6 +40,7 @@ class BasePolicyConfig:
     def __post_init__(self) -> None:
         if self.value_hidden is not None:
             check_counts("policy", self, "value_hidden", least=1)
+        check(self.path is None or self.path.strip() != "", "policy.path", "must be a folder or a hub name", self.path)
         check_choice("policy.dtype", self.dtype, DTYPES)
 
 
@@ -117,7 +118,8 @@ class SimulatorConfig:
     """One simulator."""
 
     name: str = "tabletop"
-    """Which environment."""
+    """Which environment: tabletop, libero_spatial, libero_object, libero_goal, libero_10, libero_90, metaworld:<task>,
+    maniskill:<task>, gym:<id> or my_module:MyClass."""
     max_episode_steps: int | None = None
     """Time limit of an episode in environment steps. None: the environment's own."""
     options: dict[str, str] = field(default_factory=dict)

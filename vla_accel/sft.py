@@ -16,8 +16,8 @@ import torch
 
 from vla_accel.checkpoint import export_policy
 from vla_accel.config import SFTConfig, SFTOptions, to_dict
-from vla_accel.demos import Demonstrations, record
-from vla_accel.distributed import global_sum, make_accelerator, prepare_policy, seed_weights
+from vla_accel.demos import Demonstrations, open_demonstrations, record
+from vla_accel.distributed import global_sum, make_accelerator, precision_of, prepare_policy, seed_weights
 from vla_accel.envs.families import for_model
 from vla_accel.evaluate import evaluate
 from vla_accel.modes import train_mode
@@ -46,6 +46,8 @@ def finetune(config: SFTConfig) -> dict[str, Any]:
     rule = f"must be 0, since {config.model}'s actions have no bins to spread a target over"
     check(spec.has_bins or config.sft.smoothing == 0, "sft.smoothing", rule, config.sft.smoothing)
     check_env_fits(config.env, spec)
+    if config.data.path:
+        open_demonstrations(config.data.path)
     output = make_output_dir(config.run.output_dir, default=f"sft-{config.model}-{config.env.name}")
     accelerator = make_accelerator(timeout_s=config.run.timeout_s, shard_units=spec.shard_units)
     output = agree_on_folder(accelerator, output)
@@ -62,7 +64,11 @@ def finetune(config: SFTConfig) -> dict[str, Any]:
     )
     if accelerator.is_main_process:
         write_json(output / "config.json", to_dict(config))
-    accelerator.print(f"{len(demos)} frames of {len(np.unique(demos.episode))} demonstrations; output: {output}")
+    precision = precision_of(accelerator, config.policy.dtype)
+    accelerator.print(
+        f"{len(demos)} frames of {len(np.unique(demos.episode))} demonstrations; computing in {precision}; "
+        f"output: {output}"
+    )
     log = RunLog(output, enabled=accelerator.is_main_process)
     progress = Progress(config.sft.steps, enabled=accelerator.is_main_process)
     recent: list[float] = []

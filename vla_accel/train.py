@@ -23,6 +23,7 @@ from vla_accel.distributed import (
     gather_objects,
     global_sum,
     make_accelerator,
+    precision_of,
     prepare_policy,
     seed_weights,
 )
@@ -88,7 +89,7 @@ def train(config: PPOConfig) -> dict[str, Any]:
     say = accelerator.print
     seed_weights(config.run.seed)
     policy = load_policy(config.model, config.policy, suite=config.env.name)
-    say(describe(config, spec, policy, output))
+    say(describe(config, spec, policy, output, precision=precision_of(accelerator, config.policy.dtype)))
     if main:
         write_json(output / "config.json", to_dict(config))
     if trackers:
@@ -337,14 +338,14 @@ def film_run(accelerator: Any, model: torch.nn.Module, policy: Policy, config: P
             accelerator.print(f"warning: the films could not be written ({error}).")
 
 
-def describe(config: PPOConfig, spec: PolicySpec, policy: Policy, output: Path) -> str:
+def describe(config: PPOConfig, spec: PolicySpec, policy: Policy, output: Path, *, precision: str) -> str:
     """The lines a run opens with."""
     total = sum(p.numel() for p in policy.parameters())
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     where = "the small checkpoint that ships with vla_accel (no --policy.path given)" if spec.embedded else spec.path
     return (
         f"{config.model}: {where}; {total / 1e6:.2f} M parameters, {trained / 1e6:.2f} M of them trained; "
-        f"recipe {config.recipe}.\n"
+        f"computing in {precision}; recipe {config.recipe}.\n"
         f"{config.env.name}: {config.env.num_envs} environments, chunks of "
         f"{config.env.chunk_size or spec.chunk_size}, {config.run.iterations} iterations. Output: {output}"
     )

@@ -116,7 +116,10 @@ def clips_the_global_norm(wrapper: str) -> None:
     with train_mode(model):
         accelerator.backward(loss_of(model(batch(rank), trace), weight=50.0))
     norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+    assert expected > 1.0, "nothing to clip"
     torch.testing.assert_close(float(norm), float(expected), rtol=1e-5, atol=0.0)
+    clipped = accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+    torch.testing.assert_close(float(clipped), 0.5, rtol=1e-4, atol=0.0)
 
 
 def refuses_other_weights(wrapper: str) -> None:

@@ -1,6 +1,7 @@
 """OpenVLA folders are read strictly, written so that the original reads them, and never run code or guess."""
 
 import json
+import types
 
 import huggingface_hub
 import pytest
@@ -205,6 +206,29 @@ def test_extra_modules_without_their_option_are_refused_with_the_option(tmp_path
         both(folder, f"left over: .*Set {option} to whether", **{option: False})
 
 
+def hub_with(*names):
+    """The hub's answer about a model with these files."""
+    answer = types.SimpleNamespace(siblings=[types.SimpleNamespace(rfilename=name) for name in names])
+    return lambda *_, **__: answer
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("action_head--150000_checkpoint.pt", "L1-regression action head .*Haozhan72"),
+        ("noisy_action_projector--5_checkpoint.pt", "diffusion action head"),
+        ("proprio_projector--150000_checkpoint.pt", "keeps a part of the model in proprio_projector"),
+        ("vision_backbone--150000_checkpoint.pt", "load with use_film=True"),
+    ],
+)
+def test_a_model_on_the_hub_with_parts_that_are_not_loaded_is_refused_before_its_download(monkeypatch, name, message):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)  # what is called all the same fails
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", hub_with("config.json", "model.safetensors", name))
+    for read in (peek_vla, load_vla):
+        with pytest.raises(ValueError, match=rf"^owner/some-model .*{message}"):
+            read("owner/some-model")
+
+
 def test_only_a_hub_name_reaches_the_network(tmp_path, monkeypatch, tiny):
     asked = []
 
@@ -213,6 +237,7 @@ def test_only_a_hub_name_reaches_the_network(tmp_path, monkeypatch, tiny):
         return str(tiny)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", hub_with("config.json"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     for path in ("missing", "./a/b", "/a/b", "a/b/c", tmp_path / "x", "runs/missing", "../a", "https://a/b"):

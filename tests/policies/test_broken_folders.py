@@ -123,6 +123,45 @@ def test_broken_statistics_of_openvla_are_refused(copy, model, statistics, messa
     refused(model, folder, message)
 
 
+@pytest.mark.parametrize("model", ["openvla", "openvla-oft"])
+def test_the_statistics_chosen_say_how_many_dimensions_an_action_has(copy, model):
+    folder = copy(model)
+
+    def two_robots(statistics):
+        action = statistics["tabletop"]["action"]
+        statistics["arm"] = {"action": {name: values[:6] for name, values in action.items()}}
+
+    edit_json(folder / SCALES, two_robots)
+    for key, width in (("arm", 6), ("tabletop", 7)):
+        options = KINDS[model](path=str(folder), unnorm_key=key)
+        policy = load_policy(model, options)
+        assert peek_policy(model, options).action_dim == policy.action_dim == width
+        assert policy.model.config.num_action_tokens == policy.chunk_size * width == len(policy.unit_step)
+    edit_json(folder / CONFIG, lambda data: data | {"action_dim": 8})
+    refused(model, folder, r"^--policy.unnorm_key must name statistics of 8 action .*have 6\)", unnorm_key="arm")
+
+
+@pytest.mark.parametrize("model", ["openvla", "openvla-oft"])
+def test_towers_that_do_not_exist_or_take_other_images_are_refused(copy, model):
+    folder = copy(model)
+    config = json.loads((folder / CONFIG).read_text())
+    near = config["timm_model_ids"][0]
+    edit_json(folder / CONFIG, lambda data: data | {"timm_model_ids": ["nonsense", *data["timm_model_ids"][1:]]})
+    refused(model, folder, "timm_model_ids must name models that timm .* has, not 'nonsense'")
+    edit_json(folder / CONFIG, lambda data: data | {"timm_model_ids": [near + "x", *data["timm_model_ids"][1:]]})
+    refused(model, folder, "Did you mean vit_")
+    (folder / CONFIG).write_text(json.dumps(config))
+    side = config["image_sizes"][0]
+
+    def larger(data):
+        data["input_sizes"] = [[3, side + 16, side + 16] for _ in data["input_sizes"]]
+        data.pop("tvf_crop_params", None)
+        data.pop("tvf_resize_params", None)
+
+    edit_json(folder / "preprocessor_config.json", larger)
+    refused(model, folder, rf"preprocessor_config.json makes images of side \[{side + 16}.*for \[{side}")
+
+
 def test_a_text_config_that_is_a_list_is_refused(copy):
     folder = copy("openvla")
     edit_json(folder / CONFIG, lambda data: {**data, "text_config": [1]})

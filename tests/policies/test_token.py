@@ -1,10 +1,12 @@
 """The maths of token policies against `torch.distributions` and against counted samples."""
 
+import math
+
 import pytest
 import torch
 from torch.distributions import Categorical
 
-from vla_accel.policies.token import gumbel_noise, sample, score
+from vla_accel.policies.token import gumbel_noise, likelihood, sample, score, smoothed
 
 TEMPERATURES = (0.5, 1.0, 1.6)
 
@@ -101,3 +103,24 @@ def test_noise_of_an_environment_does_not_depend_on_its_neighbours():
 def test_noise_is_finite_even_where_the_generator_gives_0(monkeypatch):
     monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.zeros(shape))
     assert gumbel_noise(streams(1), (4,)).isfinite().all()
+
+
+def test_smoothed_targets_are_a_gaussian_around_the_bin():
+    target = smoothed(torch.tensor([2, 0]), 5, width=0.5)
+    weights = torch.tensor([math.exp(-2.0 * d * d) for d in (2, 1, 0, 1, 2)])
+    torch.testing.assert_close(target[0], weights / weights.sum())
+    torch.testing.assert_close(target.sum(-1), torch.ones(2))
+    assert target.argmax(-1).tolist() == [2, 0]
+    assert target[1, 1] > target[1, 2]
+
+
+def test_likelihood_of_a_certain_target_is_its_log_probability():
+    logits = torch.tensor([[0.0, 1.0, 3.0], [2.0, -1.0, 0.5]])
+    index = torch.tensor([2, 0])
+    certain = torch.nn.functional.one_hot(index, 3).float()
+    torch.testing.assert_close(
+        likelihood(logits, certain), -torch.nn.functional.cross_entropy(logits, index, reduction="none")
+    )
+    half = torch.tensor([[0.5, 0.0, 0.5]])
+    both = torch.distributions.Categorical(logits=logits[:1]).log_prob(torch.tensor([[0], [2]])).mean(0)
+    torch.testing.assert_close(likelihood(logits[:1], half), both)

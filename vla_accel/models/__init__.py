@@ -132,6 +132,9 @@ def _folder(path: str | Path) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    from vla_accel.models.openvla.loading import refuse_parts
+
+    refuse_parts(str(path), _hub_listing(str(path)))
     try:
         return Path(snapshot_download(str(path), allow_patterns=_HUB_FILES))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -139,3 +142,16 @@ def _folder(path: str | Path) -> Path:
             f"{path} is neither a local folder nor a model that the hub gives out ({type(error).__name__}). "
             "Check the spelling, log in if the model is gated, or give a local folder."
         ) from error
+
+
+def _hub_listing(name: str) -> list[str]:
+    """Names of all files of a model on the hub, also of those that are not downloaded; none where it does not answer.
+
+    What is wrong then is said by the download, which also finds what was fetched before.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        return [file.rfilename for file in HfApi().model_info(name, timeout=10).siblings or []]
+    except Exception:  # noqa: BLE001 - the errors of whichever HTTP library the hub's client uses
+        return []

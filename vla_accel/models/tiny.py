@@ -1,7 +1,7 @@
 """Tiny checkpoints of the real architectures, written to disk exactly as real ones are: for tests, demos and CPUs.
 
 Not here: trained weights. A tiny checkpoint is seeded noise, initialised so that behaviour cloning learns from it.
-Usage: `make_tiny_openvla("runs/tiny")`, then `load_vla("runs/tiny", torch.float32)`.
+Usage: `make_tiny_openvla("runs/tiny")`, then `load_vla("runs/tiny")`.
 """
 
 from __future__ import annotations

@@ -31,6 +31,9 @@ def peek(model: str, config: PolicyConfig, suite: str | None) -> PolicySpec:
         statistics = ActionStatistics.from_norm_stats(vla.norm_stats, config.unnorm_key, suite=suite)
     except ValueError as error:
         raise ValueError(f"--policy.unnorm_key must fit the checkpoint {path}: {error}") from error
+    said = vla.to_dict().get("action_dim", statistics.action_dim)
+    rule = f"must name statistics of {said} action dimensions, as config.json of {path} says (these have "
+    check(said == statistics.action_dim, "policy.unnorm_key", f"{rule}{statistics.action_dim})", statistics.name)
     return PolicySpec(
         path=path,
         chunk_size=vla.num_actions_chunk,
@@ -124,7 +127,7 @@ class OpenVLAPolicy(Policy):
         config = model.config
         self.statistics = ActionStatistics.from_norm_stats(config.norm_stats, unnorm_key, suite=suite)
         self.chunk_size = config.num_actions_chunk
-        self.action_dim = self.statistics.action_dim
+        self.action_dim = config.action_dim = self.statistics.action_dim  # a checkpoint may know several robots
         self.temperature = temperature
         self.cameras = cameras
         self.model = model

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -49,24 +50,26 @@ def load(
 ) -> tuple[OpenVLAForActionPrediction, PrismaticProcessor]:
     """Load an OpenVLA or discrete-token OpenVLA-OFT folder; see `vla_accel.models.load_vla`."""
     config = read_config(folder, **config_overrides)
-    _refuse_side_files(folder, config)
+    _refuse_heads_of(config)
+    refuse_parts(str(folder), [file.name for file in folder.iterdir()], use_proprio=config.use_proprio)
     with init_empty_weights(include_buffers=False):
         model = OpenVLAForActionPrediction(config)
     load_weights(model, folder, dtype=dtype, device=device)
-    return model.eval(), PrismaticProcessor.from_pretrained(folder)
+    return model.eval(), _read_processor(folder, config)
 
 
 def peek(folder: Path, **config_overrides: Any) -> OpenVLAConfig:
     """Check that a folder is whole without reading a weight; see `vla_accel.models.peek_vla`."""
     config = read_config(folder, **config_overrides)
-    _refuse_side_files(folder, config)
+    _refuse_heads_of(config)
+    refuse_parts(str(folder), [file.name for file in folder.iterdir()], use_proprio=config.use_proprio)
     with init_empty_weights(include_buffers=False):
         expected = {name: tuple(x.shape) for name, x in OpenVLAForActionPrediction(config).state_dict().items()}
     stored = _stored_tensors(folder)
     if config.use_proprio:
         stored.update(_side_tensors(folder, "proprio_projector"))
     _check_names(folder, expected, stored)
-    PrismaticProcessor.from_pretrained(folder)
+    _read_processor(folder, config)
     return config
 
 
@@ -90,6 +93,18 @@ def read_config(folder: Path, **overrides: Any) -> OpenVLAConfig:
     config = OpenVLAConfig(**{**data, **overrides})
     config.name_or_path = str(folder)
     return config
+
+
+def _read_processor(folder: Path, config: OpenVLAConfig) -> PrismaticProcessor:
+    """Read the processor, and check that the pictures it makes are those the towers take."""
+    processor = PrismaticProcessor.from_pretrained(folder)
+    made = [size[-1] for size in processor.image_processor.input_sizes]
+    if made != config.image_sizes:
+        raise ValueError(
+            f"{folder}: preprocessor_config.json makes images of side {made} (input_sizes), and config.json has towers "
+            f"for {config.image_sizes} (image_sizes), one number per tower. Copy both files from one checkpoint."
+        )
+    return processor
 
 
 def load_weights(
@@ -131,30 +146,44 @@ def save(model: OpenVLAForActionPrediction, processor: PrismaticProcessor | None
         processor.save_pretrained(folder)
 
 
-def _refuse_side_files(folder: Path, config: OpenVLAConfig) -> None:
-    """Refuse folders that only work together with modules that are not loaded."""
-    kind = "L1-regression" if getattr(config, "use_l1_regression", False) else None
-    kind = "diffusion" if getattr(config, "use_diffusion", False) else kind
-    source = "config.json" if kind else None
-    for stem, head in _CONTINUOUS_HEADS.items():
-        for file in sorted(folder.glob(f"{stem}*")):
-            kind, source = head, file.name
-    if kind:
-        raise ValueError(
-            f"{folder} is an OpenVLA-OFT checkpoint with a {kind} action head ({source}): it computes actions "
-            "without a probability, so there is nothing to reinforce. Use a checkpoint fine-tuned with discrete "
-            "action tokens and parallel decoding, e.g. Haozhan72/Openvla-oft-SFT-libero10-trajall, or an "
-            "autoregressive one, e.g. openvla/openvla-7b-finetuned-libero-10."
-        )
-    for stem, option in _SIDE_MODULES.items():
-        usable = option == "use_proprio" and config.use_proprio
-        for file in sorted(folder.glob(f"{stem}*")):
-            if usable and file.suffix == ".safetensors":
-                continue
-            raise ValueError(
-                f"{folder} keeps a part of the model in {file.name}, which is not loaded. Store its tensors as "
-                f"{stem}.* in the model's safetensors and load with {option}=True, or remove the file."
-            )
+def refuse_parts(source: str, names: Iterable[str], *, use_proprio: bool = True) -> None:
+    """Refuse a checkpoint that keeps a part of the model in files that are not loaded.
+
+    Args:
+        source: folder or hub name, for the message.
+        names: of its files.
+        use_proprio: whether the model has a state projector, which may lie in a safetensors file of its own.
+
+    Raises:
+        ValueError: naming the file, and what to do.
+    """
+    for name in sorted(names):
+        for stem, head in _CONTINUOUS_HEADS.items():
+            if name.startswith(stem):
+                raise ValueError(_no_probability(source, head, name))
+        for stem, option in _SIDE_MODULES.items():
+            usable = option == "use_proprio" and use_proprio and name.endswith(".safetensors")
+            if name.startswith(stem) and not usable:
+                raise ValueError(
+                    f"{source} keeps a part of the model in {name}, which is not loaded. Store its tensors as "
+                    f"{stem}.* in the model's safetensors and load with {option}=True, or remove the file."
+                )
+
+
+def _refuse_heads_of(config: OpenVLAConfig) -> None:
+    """Refuse a configuration that says its model has another head."""
+    for field, head in (("use_l1_regression", "L1-regression"), ("use_diffusion", "diffusion")):
+        if getattr(config, field, False):
+            raise ValueError(_no_probability(config.name_or_path, head, "config.json"))
+
+
+def _no_probability(source: str, head: str, found_in: str) -> str:
+    return (
+        f"{source} is an OpenVLA-OFT checkpoint with a {head} action head ({found_in}): it computes actions "
+        "without a probability, so there is nothing to reinforce. Use a checkpoint fine-tuned with discrete "
+        "action tokens and parallel decoding, e.g. Haozhan72/Openvla-oft-SFT-libero10-trajall, or an "
+        "autoregressive one, e.g. openvla/openvla-7b-finetuned-libero-10."
+    )
 
 
 def _stored_tensors(folder: Path) -> dict[str, _Stored]:

@@ -11,6 +11,7 @@ Usage: `VisionBackbone(config)(pixel_values)`.
 from __future__ import annotations
 
 import functools
+from difflib import get_close_matches
 
 import timm
 import torch
@@ -145,13 +146,19 @@ class VisionBackbone(nn.Module):
 
 def _tower(config: OpenVLAConfig, index: int) -> VisionTransformer:
     """Build tower `index` of a configuration; no weights are downloaded."""
+    name = config.timm_model_ids[index]
+    known = {*timm.list_models(), *timm.list_models(include_tags=True)}
+    if name not in known:
+        near = get_close_matches(name, known, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise ValueError(f"timm_model_ids must name models that timm {timm.__version__} has, not {name!r}.{hint}")
     sizes = dict((config.timm_model_kwargs or [{}] * (index + 1))[index])
     activation = config.timm_override_act_layers[index]
     if activation is not None:
         sizes["act_layer"] = activation
     language_dim = config.text_config.hidden_size if config.use_film else None
     return timm.create_model(
-        config.timm_model_ids[index],
+        name,
         pretrained=False,
         num_classes=0,
         img_size=config.image_sizes[index],
