@@ -4,7 +4,11 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from tests.distributed.launch import launch
 from tests.distributed.models import Block, TinyPolicy, batch
@@ -115,6 +119,31 @@ def test_writing_to_unsharded_parameters_in_a_rollout_is_an_error(policy):
         policy.head.bias.add_(1.0)
 
 
+def test_writing_past_autograd_is_an_error_too(policy):
+    for value in (policy.head.bias + 1.0, policy.head.bias * (1.0 + 1e-6)):
+        with pytest.raises(RuntimeError, match=r"written.*head\.bias"), rollout_mode(policy):
+            policy.head.bias.data.copy_(value)
+
+
+def test_buffers_come_back_also_after_an_exception(policy):
+    scale = policy.blocks[0].scale
+    before = scale.clone()
+
+    def write_and_fail(replace):
+        with rollout_mode(policy):
+            if replace:
+                policy.blocks[0].scale = before + 1.0
+            else:
+                scale.mul_(2.0)
+            raise KeyError
+
+    for replace in (False, True):
+        with pytest.raises(KeyError):
+            write_and_fail(replace)
+        assert policy.blocks[0].scale is scale
+        assert torch.equal(scale, before)
+
+
 def test_an_exception_inside_is_not_hidden_by_the_check_for_writes(policy):
     def write_and_fail():
         policy.head.bias.add_(1.0)
@@ -158,6 +187,24 @@ def test_deepspeed_is_refused_by_name(policy, wrapper, instead):
         policy = type("DeepSpeedEngine", (nn.Module,), {})()
     for mode in (rollout_mode, full_params):
         with pytest.raises(ValueError, match=rf"DeepSpeed.*{instead}"), mode(policy):
+            pass
+
+
+@pytest.fixture
+def mesh():
+    """A mesh of this process alone, to shard over and to split layers over."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_tensor_parallelism_is_refused_by_name(policy, mesh, sharded):
+    parallelize_module(policy, mesh["tensor"], {"head": ColwiseParallel()})
+    if sharded:
+        fully_shard(policy, mesh=mesh["data"])
+    for mode in (rollout_mode, full_params):
+        with pytest.raises(ValueError, match=r"Tensor parallelism is not supported.*fsdp2\.yaml"), mode(policy):
             pass
 
 

@@ -92,6 +92,7 @@ def make_accelerator(
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
     )
     _check_accelerator(accelerator, gradient_accumulation_steps)
+    _share_timeout(timeout)
     Watch.start(timeout_s=timeout_s)
     return accelerator
 
@@ -128,6 +129,15 @@ def _choose_precision(requested: str | None, *, cpu: bool) -> str:
 def _cpu_has_bf16() -> bool:
     probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_arm_bf16_supported")
     return any(getattr(torch.cpu, probe)() for probe in probes if hasattr(torch.cpu, probe))
+
+
+def _share_timeout(timeout: timedelta) -> None:
+    """Give the groups of a device mesh the whole job's timeout: torch gives them its own default, 10 min on GPUs."""
+    if dist.is_initialized():
+        c10d = dist.distributed_c10d
+        set_timeout = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout  # the public name is torch 2.14's
+        for group in c10d._world.pg_map:
+            set_timeout(timeout, group)
 
 
 def precision_of(accelerator: Accelerator, stored: str) -> str:

@@ -13,12 +13,15 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as FSDP2
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp._runtime_utils import _lazy_init, _reshard, _unshard
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
+
+_SPLIT = "Tensor parallelism is not supported"
 
 
 def kind_of(model: nn.Module) -> str:
@@ -32,13 +35,16 @@ def kind_of(model: nn.Module) -> str:
             raise ValueError("FSDP1 with parameters offloaded to the CPU is not supported: use fsdp2_offload.yaml.")
         return "fsdp1"
     if isinstance(model, FSDP2):
+        groups = [group for unit in model.modules() if isinstance(unit, FSDP2) for group in _groups(unit)]
+        if any(getattr(parameter, "is_dtensor", False) for group in groups for parameter in group.fsdp_params):
+            raise ValueError(f"{_SPLIT} under FSDP2: use fsdp2.yaml, which shards over all ranks.")
         return "fsdp2"
     if any(isinstance(module, (FSDP1, FSDP2)) for module in model.modules()):
         raise ValueError("This module is part of a sharded model; pass what accelerator.prepare returned instead.")
     if type(model).__name__ == "DeepSpeedEngine" or any(hasattr(p, "ds_id") for p in model.parameters()):
         raise ValueError("DeepSpeed (ZeRO) is not supported: use fsdp2.yaml, or fsdp2_offload.yaml for offloading.")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise ValueError("Tensor parallelism is not supported: use fsdp2.yaml, which shards over all ranks.")
+        raise ValueError(f"{_SPLIT}: use fsdp2.yaml, which shards over all ranks.")
     return "ddp" if isinstance(model, nn.parallel.DistributedDataParallel) else "plain"
 
 
@@ -56,11 +62,24 @@ def gathered(model: nn.Module) -> AbstractContextManager[None]:
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
     """Gather nothing: these parameters are the ones that train, so raise if they are written to."""
-    versions = {name: (parameter, parameter._version) for name, parameter in model.named_parameters()}
+    parameters = dict(model.named_parameters())
+
+    def state() -> list[tuple[int, int]]:
+        versions = [parameter._version for parameter in parameters.values()]
+        return list(zip(versions, _fingerprints(list(parameters.values())), strict=True))
+
+    before = state()
     yield
-    written = [name for name, (parameter, version) in versions.items() if parameter._version != version]
+    written = [name for name, old, new in zip(parameters, before, state(), strict=True) if old != new]
     if written:
         raise RuntimeError(f"Parameters were written to inside rollout_mode, which changes what trains: {written[:5]}.")
+
+
+def _fingerprints(parameters: list[nn.Parameter]) -> list[int]:
+    """One number per parameter that tells writes past autograd, such as those to `.data`: the sum of its bits."""
+    words = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+    sums = [p.detach().view(words.get(p.element_size(), torch.int64)).sum(dtype=torch.int64) for p in parameters]
+    return [int(number) for number in torch.stack([x.cpu() for x in sums])] if sums else []
 
 
 @contextmanager
@@ -125,7 +144,7 @@ def fsdp2_gathered(model: FSDP2) -> Iterator[None]:
     root._lazy_init()
     units = [module for module in model.modules() if isinstance(module, FSDP2)]
     states = [unit._get_fsdp_state() for unit in units]
-    groups = [group for state in states for group in _groups(state)]
+    groups = [group for unit in units for group in _groups(unit)]
     after_forward = [group.post_forward_mesh_info for group in groups]
     reshard(model)
     with ExitStack() as stack:
@@ -186,7 +205,7 @@ def _forget_forwards(root: Any, states: list[Any]) -> None:
     root._comm_ctx.post_forward_order.clear()
     for state in states:
         state._training_state = type(state._training_state).IDLE
-        for group in _groups(state):
+        for group in _groups_of(state):
             group._training_state = type(group._training_state).IDLE
             group._post_forward_indices.clear()
 
@@ -203,7 +222,11 @@ def reshard(model: nn.Module) -> None:
             _reshard(unit, unit._handle, unit._handle.uses_sharded_strategy)
 
 
-def _groups(state: Any) -> list[Any]:
+def _groups(unit: FSDP2) -> list[Any]:
+    return _groups_of(unit._get_fsdp_state())
+
+
+def _groups_of(state: Any) -> list[Any]:
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [group for group in groups if group is not None]
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from vla_accel.gathering import full_precision, gathered, kind_of, reshard
-from vla_accel.restoring import checkpointing, own_random_stream, restored_flags
+from vla_accel.restoring import checkpointing, own_random_stream, restored_buffers, restored_flags
 from vla_accel.roll_call import meet, say_busy
 
 _open: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
@@ -31,8 +31,8 @@ def rollout_mode(model: nn.Module, *, timeout_s: float = 60.0) -> Iterator[nn.Mo
 
     Entering gathers one full copy of the parameters in compute dtype (bf16 under bf16 mixed precision) beside the
     shards; leaving frees it. Inside, each rank may run as many forwards as it likes. Everything is put back on the way
-    out, also after an exception: each submodule's train/eval flag, gradient checkpointing, and torch's global random
-    state, of which rollouts have a stream of their own. Entering again inside changes nothing.
+    out, also after an exception: each submodule's train/eval flag, gradient checkpointing, buffers, and torch's global
+    random state, of which the rollouts of each rank have a stream of their own. Entering again inside changes nothing.
 
     What is written to parameters inside is lost where they are sharded, and an error where they are not.
 
@@ -57,6 +57,7 @@ def rollout_mode(model: nn.Module, *, timeout_s: float = 60.0) -> Iterator[nn.Mo
         if kind != "plain":
             stack.callback(say_busy, "")
         stack.enter_context(restored_flags(model))
+        stack.enter_context(restored_buffers(model))
         stack.enter_context(own_random_stream(model))
         stack.enter_context(torch.no_grad())
         model.eval()

@@ -1,4 +1,4 @@
-"""What the modes put back when they end: the flags of submodules, and torch's global random state.
+"""What the modes put back when they end: flags and buffers of submodules, and torch's global random state.
 
 Not here: the modes themselves (`modes.py`, the only user).
 Usage: `with restored_flags(model): model.eval()`
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 _rollout_random: WeakKeyDictionary[nn.Module, list[torch.Tensor]] = WeakKeyDictionary()
@@ -41,10 +42,29 @@ def restored_flags(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def restored_buffers(model: nn.Module) -> Iterator[None]:
+    """Put back each buffer, whether it was written to or replaced."""
+    places = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        for module, name, buffer, value in places:
+            module._buffers[name] = buffer
+            if not torch.equal(buffer, value):
+                buffer.data.copy_(value)
+
+
+@contextmanager
 def own_random_stream(model: nn.Module) -> Iterator[None]:
     """Put back torch's global random state, and go on where the last rollout of this model stopped.
 
-    Starting each rollout from training's state would give all of them the same noise if training draws none.
+    Starting each rollout from training's state would give all of them the same noise if training draws none, and
+    starting the first one there would give it to all ranks, which are seeded alike.
     """
     kinds = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} - {"cpu", "meta"}
     sources = [torch, *(getattr(torch, kind) for kind in sorted(kinds))]
@@ -57,7 +77,10 @@ def own_random_stream(model: nn.Module) -> Iterator[None]:
             source.set_rng_state(its_state)
 
     before = state()
-    set_state(_rollout_random.get(model, before))
+    if model in _rollout_random:
+        set_state(_rollout_random[model])
+    elif dist.is_initialized() and dist.get_rank() > 0:
+        torch.manual_seed(int(torch.randint(2**62, ())) ^ dist.get_rank())
     try:
         yield
     finally:

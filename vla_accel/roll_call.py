@@ -28,7 +28,8 @@ from torch.distributed.constants import default_pg_timeout
 BEAT_S = 1.0
 """Seconds between a rank's signs of life."""
 
-_meetings = itertools.count()
+_held: list[str] = []
+"""The meetings that all ranks came to."""
 
 
 def meet(event: str, *, timeout_s: float, busy: str = "") -> None:
@@ -48,7 +49,7 @@ def meet(event: str, *, timeout_s: float, busy: str = "") -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
-    meeting = next(_meetings)
+    meeting = len(_held)
     keys = [f"vla_accel/meeting/{meeting}/{other}" for other in range(size)]
     store.set(keys[rank], event)
     start = time.monotonic()
@@ -62,12 +63,14 @@ def meet(event: str, *, timeout_s: float, busy: str = "") -> None:
             if not idle and now - start < default_pg_timeout.total_seconds():
                 deadline = now + timeout_s
             elif now > deadline:
+                store.delete_key(keys[rank])  # who comes later is not to find a rank that has left; it may try again
                 raise RuntimeError(
                     f"Rank {rank} waited {now - start:.0f} s to {event}, but ranks {idle or missing} did not come. "
                     "Call it on every rank."
                 )
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
+    _held.append(event)
     events = {other: store.get(key).decode() for other, key in enumerate(keys)}
     elsewhere = {other: what for other, what in events.items() if what != event}
     if elsewhere:

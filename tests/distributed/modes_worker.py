@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from tests.distributed.launch import Checks
 from tests.distributed.models import Block, batch, loss_of, raises
 from tests.distributed.modes_cases import Case, CollectiveCounter, held_bytes
-from vla_accel.distributed import global_sum, policy_of
+from vla_accel.distributed import gather_objects, global_sum, policy_of
 from vla_accel.modes import full_params, rollout_mode, train_mode
 from vla_accel.roll_call import meet
 from vla_accel.sharding import check_sharding
@@ -49,11 +49,13 @@ def check_units(case: Case) -> None:
 
 
 def check_no_collective(case: Case) -> None:
-    counter = CollectiveCounter()
-    with rollout_mode(case.model), counter:
+    counter, mode = CollectiveCounter(), rollout_mode(case.model)
+    mode.__enter__()
+    with counter:
         for step in range(STEPS[case.rank]):
             case.model(batch(step))
             case.score(step)
+        mode.__exit__(None, None, None)  # leaving has none either
     assert counter.names == [], counter.names
     control = CollectiveCounter()
     with control:
@@ -165,6 +167,10 @@ def check_restores(case: Case) -> None:
                 raise failure
         check()
     assert len(set(draws)) == 3, "every rollout drew the same numbers"
+    torch.manual_seed(7)  # as weights are seeded, alike on all ranks
+    with rollout_mode(nn.Linear(1, 1)):
+        drawn = gather_objects(case.accelerator, torch.rand(1).item())
+    assert len(set(drawn)) == case.size, "every rank drew the same numbers"
     for block in blocks:
         block.gradient_checkpointing = False
     case.sharded_score()
@@ -201,17 +207,29 @@ def check_writes_stay_inside(case: Case) -> None:
     unsharded = not case.fsdp or (alone and not case.bf16)
     if unsharded:
         parameter = next(case.model.parameters())
-        with raises(RuntimeError, "written"), rollout_mode(case.model):
-            parameter.add_(1.0)
-        with torch.no_grad():
-            parameter.sub_(1.0)
+        for tensor in (parameter, parameter.data):  # the second past autograd
+            with raises(RuntimeError, "written"), rollout_mode(case.model):
+                tensor.add_(1.0)
+            with torch.no_grad():
+                parameter.sub_(1.0)
     else:
         with rollout_mode(case.model):
             for _ in range(2):  # as gathered, and after a forward
                 assert sum(p.numel() for p in case.model.parameters()) == sum(p.numel() for p in before.values())
                 for parameter in case.model.parameters():
                     parameter.add_(1.0)
+                    parameter.data.add_(1.0)
                 case.score()
+    buffers = {name: (buffer, buffer.clone()) for name, buffer in case.model.named_buffers()}
+    blocks = [module for module in case.model.modules() if isinstance(module, Block)]
+    with rollout_mode(case.model):
+        for buffer, _ in buffers.values():
+            buffer.data.add_(1)
+        blocks[0].scale = blocks[0].scale + 1.0
+    assert dict(case.model.named_buffers()).keys() == buffers.keys()
+    for name, buffer in case.model.named_buffers():
+        assert buffer is buffers[name][0], name
+        assert torch.equal(buffer, buffers[name][1]), name
     for name, value in case.weights().items():
         torch.testing.assert_close(value, before[name], msg=lambda text, name=name: f"{name}: {text}")
     assert_same(case.sharded_score(), case.sharded_score())
@@ -225,11 +243,11 @@ def check_one_rank_alone(case: Case) -> None:
         with raises(RuntimeError, "enter rollout_mode", "[1"), rollout_mode(case.model, timeout_s=0.3):
             pass
         assert time.monotonic() - started < 5
-    else:
-        time.sleep(0.6)
-        with raises(RuntimeError, "leave early", "enter rollout_mode"):
-            meet("leave early", timeout_s=5)
     dist.barrier()
+    with rollout_mode(case.model):  # it may try again
+        case.score()
+    with raises(RuntimeError, "leave early", "enter rollout_mode"):
+        meet("leave early" if case.rank else "enter rollout_mode", timeout_s=5)
     case.sharded_score()
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from tests.distributed.models import TinyPolicy, batch, loss_of
@@ -16,6 +18,9 @@ from vla_accel.sharding import check_sharding
 
 def main() -> None:
     accelerator = make_accelerator(timeout_s=30)
+    for group in dist.distributed_c10d._world.pg_map:
+        backend = group._get_backend(accelerator.device)
+        assert backend.options._timeout == timedelta(seconds=30), group.group_name
     seed_weights(0)
     model, optimizer = prepare_policy(accelerator, TinyPolicy(), learning_rate=1e-2)
     units = 1
