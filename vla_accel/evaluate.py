@@ -278,7 +278,8 @@ def play(
         busy = np.flatnonzero(~state.idle)
         action = np.zeros(shape, dtype=np.float32)
         inputs = policy.prepare(_blanked(state.obs.select(busy), blank))
-        action[busy] = act(model, inputs, device, greedy=True).action[:, : shape[1]].numpy()
+        with policy.acting_only():
+            action[busy] = act(model, inputs, device, greedy=True).action[:, : shape[1]].numpy()
         space = envs.single_action_space
         obs, _, _, _, infos = envs.step(np.clip(action, space.low, space.high))
         info = read_step(infos, envs.num_envs)

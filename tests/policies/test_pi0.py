@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from vla_accel.batch import unit_mask
 from vla_accel.cli import parse_args
-from vla_accel.config import Pi0PolicyConfig, PolicyConfig, PPOConfig, PPOOptions, SFTConfig
+from vla_accel.config import EnvConfig, Pi0PolicyConfig, PolicyConfig, PPOConfig, PPOOptions, SFTConfig
 from vla_accel.envs.tabletop import Tabletop
+from vla_accel.evaluate import evaluate
 from vla_accel.models.pi0.tiny import make_tiny_pi0
 from vla_accel.policies import load_policy, peek_policy
 from vla_accel.policies.pi0 import Pi0Policy
@@ -53,6 +54,27 @@ def test_cameras_known_by_name_keep_their_places_and_others_take_those_left(tmp_
     inputs = policy.prepare(dataclasses.replace(observe(1), images=images))
     shades = {name: int(x.float().mean()) for name, x in inputs.items() if name.startswith("image.")}
     assert shades == {"image.base_0_rgb": 2, "image.left_wrist_0_rgb": 1, "image.right_wrist_0_rgb": 3}
+
+
+def test_the_last_block_runs_only_where_the_value_is_read(make, accelerator):
+    policy = make()
+    block = policy.model.language_model.layers[-1]
+    ran = []
+    block.mlp.register_forward_hook(lambda *_: ran.append(1))
+    inputs = policy.prepare(observe(3))
+    policy.seed(0, first_env=0, num_envs=3)
+    wanted = policy(inputs, greedy=True)
+    assert len(ran) == 1
+    with policy.acting_only():
+        found = policy(inputs, greedy=True)
+        assert torch.equal(found.action, wanted.action)
+        assert found.value.tolist() == [0.0] * 3
+        assert found.kept == {}
+    config = EnvConfig(num_envs=4, max_episode_steps=8, options={"image_size": "40"})
+    evaluate(accelerator, policy, policy, config, episodes=4)
+    assert len(ran) == 1
+    assert not torch.equal(policy(inputs).value, found.value)
+    assert len(ran) == 2
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ Usage: subclass `Policy`, set the four attributes, write `prepare` and `forward`
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -57,11 +58,13 @@ class Policy(nn.Module):
         keep_bytes: how much of a rollout, all decisions of this rank together, the loop may store of
             `PolicySample.kept`. If it is more, nothing is stored.
         keep_on_host: whether the loop stores it in the CPU's memory.
+        value_read: whether anybody reads the value of a sample; see `acting_only`.
     """
 
     shard_units: ClassVar[tuple[str, ...]] = ()
     keep_bytes: int = 0
     keep_on_host: bool = False
+    value_read: bool = True
 
     chunk_size: int
     action_dim: int
@@ -141,6 +144,15 @@ class Policy(nn.Module):
             state_dict: full weights of this policy, on the CPU.
         """
         raise TypeError(f"{type(self).__name__} does not define save")
+
+    @contextmanager
+    def acting_only(self) -> Iterator[None]:
+        """Context in which nobody reads the value of a sample: the policy may leave it 0 and not run what it needs."""
+        self.value_read = False
+        try:
+            yield
+        finally:
+            self.value_read = True
 
     def reference(self) -> AbstractContextManager:
         """Context in which the policy is the one training started from, at no extra memory (adapters off)."""

@@ -123,7 +123,8 @@ class Pi0Policy(Policy):
     dimensions: `U = S * K * A`. `trace` is `{"x", "x_next"}` float32 `[B, S, H, D]` and `{"step"}` int64 `[B, S]`; see
     `flow.Chain`. Greedy actions follow the flow without noise from one fixed start, the same for every observation;
     their log-probability and trace are 0.
-    The value is read from the language model's mean output and the robot state, which no denoising step changes.
+    The value is read from the language model's mean output and the robot state, which no denoising step changes;
+    where nobody reads it, it is 0 and the language model's last block is not run.
     What a frozen vision-language model left of an observation is kept for the update, if there is room for it: keys,
     values and mean output.
 
@@ -276,7 +277,9 @@ class Pi0Policy(Policy):
         if not kept:
             observed = self.processor.model_inputs(inputs)
             del observed["state"]
-            cache = self.model.prefix_cache(**observed, with_output=True)
+            cache = self.model.prefix_cache(**observed, with_output=self.value_read)
+            if not self.value_read:
+                return cache, state, state.new_zeros(len(state)), {}
             kept = {KEPT + name: getattr(cache, name) for name in ("keys", "values", "mask")}
             kept[KEPT + "mean"] = cache.mean_output()
         cache = PrefixCache(*(kept[KEPT + name] for name in ("keys", "values", "mask")))
