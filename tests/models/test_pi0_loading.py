@@ -314,6 +314,16 @@ def test_saved_folder_has_lerobot_s_files_keys_and_settings(tmp_path):
         assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
 
 
+@pytest.mark.parametrize("variant", ["pi0", "pi05"])
+def test_a_saved_model_has_the_keys_and_settings_it_came_with(variant, tmp_path):
+    net = load(folder(tmp_path / "in", variant))
+    save_model(net, tmp_path / "out")
+    theirs, ours = (load_file(tmp_path / name / "model.safetensors") for name in ("in", "out"))
+    assert {name: x.shape for name, x in ours.items()} == {name: x.shape for name, x in theirs.items()}
+    theirs, ours = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("in", "out"))
+    assert ours == theirs
+
+
 def test_saved_head_is_the_live_embedding(tmp_path):
     save_model(model("pi0"), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
