@@ -80,7 +80,9 @@ def own_random_stream(model: nn.Module) -> Iterator[None]:
     if model in _rollout_random:
         set_state(_rollout_random[model])
     elif dist.is_initialized() and dist.get_rank() > 0:
-        torch.manual_seed(int(torch.randint(2**62, ())) ^ dist.get_rank())
+        seed = int(torch.randint(2**62, ())) ^ dist.get_rank()
+        for source in sources:  # not torch.manual_seed, which also seeds devices that are not put back
+            (torch.default_generator if source is torch else source).manual_seed(seed)
     try:
         yield
     finally:
